@@ -1,0 +1,350 @@
+"""Every key of a config: its type, range, unit and default.
+
+The whole config is one frozen `Config`. Names that select an implementation (drafters, optimisers, rewards, ...) are
+literals here; the registries that hold the implementations are held equal to them by a test. No JAX is imported, so
+that `validate` answers at once.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+Stage = Literal["pretrain", "finetune", "align"]
+Drafter = Literal["shallow", "ngram", "off"]
+OptimizerName = Literal["adamw", "lion", "muon"]
+DecayName = Literal["cosine", "linear", "wsd"]
+RematPolicy = Literal["none", "dots", "full"]
+SourceKind = Literal["stdlib", "directory", "jsonl", "hub"]
+TaskKind = Literal["python_functions", "jsonl"]
+KLEstimator = Literal["k1", "k2", "k3"]
+KLController = Literal["fixed", "adaptive"]
+Aggregation = Literal["token_mean", "sequence_mean"]
+RewardName = Literal["quality", "diversity", "speed"]
+TrackerName = Literal["tensorboard"]
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are refused, types are not coerced, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class RunConfig(Section):
+    name: str = Field("run", min_length=1, description="name of the run directory below output_dir")
+    output_dir: str = Field("runs", description="folder that holds run directories")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="seeds initialisation, data order and sampling")
+    resume: Literal["auto", "never"] = Field(
+        "auto", description="auto: continue what the run directory holds; never: start anew, refuse to overwrite"
+    )
+    log_every: PositiveInt = Field(5, description="steps between two looks at the device; every step is still written")
+    samples: int = Field(4, ge=0, description="completions shown and kept at each look at the samples")
+    trackers: list[TrackerName] = Field(["tensorboard"], description="trackers beside metrics.jsonl")
+    export: bool = Field(True, description="write the final model as a Hugging Face directory")
+
+
+class MeshConfig(Section):
+    """Sizes of the mesh axes; the product is the number of devices. -1 takes what is left (one axis at most)."""
+
+    data: int = Field(-1, description="replicas that split the batch")
+    fsdp: int = Field(1, description="devices that split the batch and the weights")
+    tensor: int = Field(1, description="devices that split heads, hidden units and vocabulary")
+
+    @model_validator(mode="after")
+    def _sizes(self):
+        sizes = [self.data, self.fsdp, self.tensor]
+        if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
+            raise ValueError("mesh sizes are positive, with -1 (what is left) on one axis at most")
+        return self
+
+
+class DeviceConfig(Section):
+    platform: Literal["auto", "cpu", "gpu", "tpu"] = Field("auto", description="where to run")
+    cpu_devices: PositiveInt = Field(1, description="simulated devices on the CPU; 2 use two cores better than one does")
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="type of activations; auto: float32 on CPU, bfloat16 elsewhere. Weights stay float32"
+    )
+    compilation_cache: str = Field(
+        "~/.cache/tlt_jax/compiled", description="folder of the persistent compilation cache; '' for none"
+    )
+    mesh: MeshConfig = MeshConfig()
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer (Llama's architecture); with init_from, its shape comes from there."""
+
+    init_from: str | None = Field(
+        None, description="a Hugging Face directory, or a run directory of ours, to take weights, shape and tokenizer from"
+    )
+    width: PositiveInt = Field(128, description="model width D")
+    layers: PositiveInt = Field(4, description="layers L")
+    heads: PositiveInt = Field(4, description="query heads H")
+    kv_heads: PositiveInt = Field(2, description="key/value heads K; divides heads")
+    head_dim: int = Field(32, ge=2, multiple_of=2, description="width of one head")
+    hidden: PositiveInt = Field(352, description="hidden units F of the gated MLP")
+    rope_theta: PositiveFloat = Field(10_000.0, description="base of the rotary embedding")
+    norm_eps: PositiveFloat = Field(1e-5, description="epsilon of RMSNorm")
+    tied: bool = Field(True, description="the output head is the embedding, transposed")
+    exit_layer: PositiveInt = Field(2, description="the shallow drafter leaves after this many layers; below `layers`")
+    exit_rank: PositiveInt = Field(32, description="rank of the shallow drafter's own residual adapter")
+    remat: RematPolicy = Field("none", description="what the backward pass recomputes: none, all but matmuls, everything")
+
+    @model_validator(mode="after")
+    def _shape(self):
+        if self.init_from is None:
+            if self.heads % self.kv_heads:
+                raise ValueError(f"kv_heads ({self.kv_heads}) must divide heads ({self.heads})")
+            if self.exit_layer >= self.layers:
+                raise ValueError(f"exit_layer ({self.exit_layer}) must be below layers ({self.layers})")
+        return self
+
+
+class SourceConfig(Section):
+    kind: SourceKind = Field("stdlib", description="stdlib: the Python standard library's own source, tests left out")
+    path: str | None = Field(None, description="a folder (directory) or a file (jsonl)")
+    pattern: str = Field("**/*", description="which files of a directory, as a glob")
+    text_field: str = Field("text", description="the field of a JSONL line or hub record that holds the text")
+    on_bad_line: Literal["error", "skip"] = Field("error", description="a JSONL line that cannot be read: stop, or count and go on")
+    hub_name: str | None = Field(None, description="data set on the hub (extra `hub`)")
+    hub_split: str = Field("train", description="split of the hub data set")
+    hub_token: SecretStr | None = Field(None, description="access token for the hub; never written to the run directory")
+
+    @model_validator(mode="after")
+    def _complete(self):
+        if self.kind in ("directory", "jsonl") and not self.path:
+            raise ValueError(f"source kind {self.kind!r} needs `path`")
+        if self.kind == "hub" and not self.hub_name:
+            raise ValueError("source kind 'hub' needs `hub_name`")
+        return self
+
+
+class TokenizerConfig(Section):
+    path: str | None = Field(None, description="a tokenizer.json to use; without it one is trained")
+    vocab_size: int = Field(2048, ge=260, description="entries of the byte-level BPE that is trained")
+
+
+class TasksConfig(Section):
+    """Prompt and completion pairs for finetune and align."""
+
+    kind: TaskKind = Field(
+        "python_functions", description="python_functions: signature + docstring -> body, from the corpus; jsonl: a file of pairs"
+    )
+    path: str | None = Field(None, description="the JSONL file")
+    prompt_field: str = Field("prompt", description="its field with the prompt")
+    completion_field: str = Field("completion", description="its field with the completion")
+    max_prompt_tokens: int = Field(64, ge=2, description="longer prompts are left out and counted, never cut")
+    max_completion_tokens: int = Field(64, ge=2, description="longest completion, end-of-sequence token included")
+
+    @model_validator(mode="after")
+    def _complete(self):
+        if self.kind == "jsonl" and not self.path:
+            raise ValueError("task kind 'jsonl' needs `path`")
+        return self
+
+
+class DataConfig(Section):
+    source: SourceConfig = SourceConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    tasks: TasksConfig = TasksConfig()
+    context_length: int = Field(128, ge=8, description="tokens in a packed training row")
+    held_out_fraction: float = Field(0.05, gt=0.0, lt=1.0, description="share of the files kept for evaluation")
+    max_documents: PositiveInt | None = Field(None, description="use at most so many documents, chosen by the seed")
+    cache_dir: str = Field("~/.cache/tlt_jax/data", description="folder of prepared data, one entry a digest")
+
+
+class OptimizerConfig(Section):
+    name: OptimizerName = Field("adamw", description="adamw; lion; muon (matrices by Muon, the rest by AdamW)")
+    learning_rate: PositiveFloat = Field(1e-3, description="peak learning rate")
+    adam_learning_rate: PositiveFloat | None = Field(None, description="muon: peak rate of what AdamW handles; default: the same")
+    weight_decay: NonNegativeFloat = Field(0.0, description="decoupled weight decay, on matrices alone")
+    beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    clip_norm: PositiveFloat = Field(1.0, description="largest global gradient norm")
+    warmup_fraction: Fraction = Field(0.05, description="share of the phase over which the rate rises from 0")
+    decay: DecayName = Field("cosine", description="shape of the fall after warm-up")
+    decay_fraction: Fraction = Field(0.2, description="wsd: share of the phase, at its end, over which the rate falls")
+    final_fraction: Fraction = Field(0.1, description="rate at the end, as a share of the peak")
+
+
+class BudgetConfig(Section):
+    """One total, divided over the stages that run by their shares."""
+
+    unit: Literal["steps", "tokens", "seconds"] = Field("steps", description="what the total counts; only steps and tokens replay exactly")
+    total: PositiveFloat = Field(1000.0, description="the whole budget, in `unit`")
+    pretrain: NonNegativeFloat = Field(0.4, description="share of the pretrain stage")
+    finetune: NonNegativeFloat = Field(0.3, description="share of the finetune stage")
+    align: NonNegativeFloat = Field(0.3, description="share of the align stage")
+
+
+class PretrainConfig(Section):
+    batch_size: PositiveInt = Field(32, description="rows of context_length tokens an update")
+    accumulation: PositiveInt = Field(1, description="microbatches an update; divides batch_size")
+    exit_weight: NonNegativeFloat = Field(0.3, description="weight of the early exit's loss, which trains the shallow drafter")
+    exit_stride: PositiveInt = Field(4, description="the exit's loss looks at every so-many-th position; divides context_length")
+    eval_every: PositiveInt = Field(200, description="steps between evaluations")
+    eval_rows: PositiveInt = Field(128, description="held-out rows an evaluation reads")
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class WarmupConfig(Section):
+    """Supervised warm-up: next-token loss on the completion alone."""
+
+    share: Fraction = Field(0.3, description="largest share of the stage's budget")
+    batch_size: PositiveInt = Field(32, description="examples an update")
+    accumulation: PositiveInt = Field(1, description="microbatches an update; divides batch_size")
+    exit_weight: NonNegativeFloat = Field(0.3, description="weight of the early exit's loss")
+    eval_every: PositiveInt = Field(25, description="steps between evaluations")
+    patience: PositiveInt = Field(3, description="evaluations without a better held-out loss before the warm-up ends")
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class RewardWeights(Section):
+    quality: NonNegativeFloat = Field(1.0, description="checkable quality of the completion, 0 to 1")
+    diversity: NonNegativeFloat = Field(0.3, description="difference from the rest of the group, 0 to 1")
+    speed: NonNegativeFloat = Field(0.05, description="accepted draft tokens per target call over draft_length, 0 to 1; never seconds")
+
+
+class CurriculumConfig(Section):
+    phases: PositiveInt = Field(5, description="phases from short completions to all")
+    advance_at: Fraction = Field(0.4, description="success rate (running mean) that moves to the next phase")
+    smoothing: float = Field(0.7, ge=0.0, lt=1.0, description="weight of the past in the running mean")
+
+
+class GroupPolicyConfig(Section):
+    """Group-relative policy optimisation."""
+
+    prompts: PositiveInt = Field(16, description="prompts a step")
+    group_size: int = Field(8, ge=2, description="completions a prompt; the baseline is their mean")
+    epochs: PositiveInt = Field(1, description="passes over a step's rollouts")
+    minibatches: PositiveInt = Field(2, description="updates a pass; divides prompts * group_size")
+    clip_low: PositiveFloat = Field(0.2, lt=1.0, description="the ratio is clipped below 1 - clip_low")
+    clip_high: PositiveFloat = Field(0.2, description="the ratio is clipped above 1 + clip_high")
+    normalize_by_std: bool = Field(True, description="divide a group's advantages by their standard deviation")
+    kl_coef: NonNegativeFloat = Field(0.15, description="weight of the KL to the reference, in the loss")
+    kl_estimator: KLEstimator = Field("k2", description="k2 has the gradient of the KL; k1 has none in expectation; k3 another's")
+    entropy_coef: NonNegativeFloat = Field(0.0, description="weight of the entropy bonus")
+    aggregation: Aggregation = Field("token_mean", description="mean over tokens, or over sequences of their means")
+    exit_weight: NonNegativeFloat = Field(0.3, description="weight of the drafter's loss, which leaves the policy's gradient alone")
+    eval_every: PositiveInt = Field(20, description="steps between evaluations")
+    rewards: RewardWeights = RewardWeights()
+    curriculum: CurriculumConfig = CurriculumConfig()
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-4)
+
+
+class FinetuneConfig(Section):
+    warmup: WarmupConfig = WarmupConfig()
+    policy: GroupPolicyConfig = GroupPolicyConfig()
+
+
+class RewardModelConfig(Section):
+    """Bradley-Terry reward model: the real completion against the model's own, matched in length."""
+
+    share: Fraction = Field(0.35, description="share of the stage's budget")
+    pairs: PositiveInt = Field(1024, description="pairs asked for, of training files")
+    held_out_pairs: PositiveInt = Field(256, description="pairs asked for, of held-out files")
+    length_tolerance: NonNegativeFloat = Field(0.25, description="largest relative difference in length within a pair")
+    batch_size: PositiveInt = Field(32, description="pairs an update")
+    eval_every: PositiveInt = Field(25, description="steps between evaluations")
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-4)
+
+
+class PPOConfig(Section):
+    prompts: PositiveInt = Field(64, description="prompts a step, one completion each")
+    epochs: PositiveInt = Field(2, description="passes over a step's rollouts")
+    minibatches: PositiveInt = Field(2, description="updates a pass; divides prompts")
+    clip: PositiveFloat = Field(0.2, lt=1.0, description="clip range of the ratio")
+    value_clip: PositiveFloat = Field(0.2, description="clip range of the value's change")
+    value_coef: NonNegativeFloat = Field(0.1, description="weight of the value loss")
+    gamma: Fraction = Field(1.0, description="discount")
+    gae_lambda: Fraction = Field(0.95, description="lambda of generalised advantage estimation")
+    kl_coef: NonNegativeFloat = Field(0.1, description="weight of the KL to the reference, subtracted from the reward")
+    kl_controller: KLController = Field("adaptive", description="fixed, or steered to kl_target")
+    kl_target: PositiveFloat = Field(2.0, description="adaptive: KL to hold, nats a sequence")
+    kl_horizon: PositiveFloat = Field(2000.0, description="adaptive: sequences over which the coefficient reacts")
+    entropy_coef: NonNegativeFloat = Field(0.01, description="weight of the entropy bonus")
+    truncated_reward: float = Field(-2.0, description="reward of a completion that does not end, in standard deviations of the reward model")
+    aggregation: Aggregation = Field("token_mean", description="mean over tokens, or over sequences of their means")
+    exit_weight: NonNegativeFloat = Field(0.3, description="weight of the drafter's loss, which leaves the policy's gradient alone")
+    eval_every: PositiveInt = Field(20, description="steps between evaluations")
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-4)
+
+
+class AlignConfig(Section):
+    reward_model: RewardModelConfig = RewardModelConfig()
+    ppo: PPOConfig = PPOConfig()
+
+
+class SpeculationConfig(Section):
+    drafter: Drafter = Field("shallow", description="who proposes tokens: the first layers, n-grams of the sequence, or nobody")
+    draft_length: int = Field(5, ge=1, le=16, description="tokens proposed before each verification; 5-7 is classical")
+    ngram_min: PositiveInt = Field(2, description="ngram: shortest suffix that counts as a match")
+    ngram_max: PositiveInt = Field(4, description="ngram: longest suffix looked for")
+    block_verifies: PositiveInt = Field(8, description="verifications in a compiled block, between two looks of the host")
+
+    @model_validator(mode="after")
+    def _order(self):
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(f"ngram_min ({self.ngram_min}) must not exceed ngram_max ({self.ngram_max})")
+        return self
+
+
+class SamplingConfig(Section):
+    """How rollouts are drawn in both reinforcement-learning stages."""
+
+    temperature: PositiveFloat = Field(1.0, description="policy-gradient training needs one above 0")
+    top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0: all")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="keep the likeliest tokens up to this mass; 1: all")
+
+
+class EvaluationConfig(Section):
+    prompts: PositiveInt = Field(128, description="held-out prompts completed at each evaluation of completions")
+    batch_size: PositiveInt = Field(64, description="decoding slots, and rows a scoring batch")
+
+
+class CheckpointConfig(Section):
+    every_steps: PositiveInt | None = Field(None, description="save each so many steps")
+    every_seconds: PositiveFloat | None = Field(120.0, description="save each so many seconds")
+    keep: PositiveInt = Field(2, description="newest checkpoints kept")
+
+
+class Config(Section):
+    """The whole config of a run."""
+
+    run: RunConfig = RunConfig()
+    device: DeviceConfig = DeviceConfig()
+    stages: list[Stage] = Field(["pretrain", "finetune", "align"], min_length=1, description="stages to run, in this order")
+    budget: BudgetConfig = BudgetConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    pretrain: PretrainConfig = PretrainConfig()
+    finetune: FinetuneConfig = FinetuneConfig()
+    align: AlignConfig = AlignConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        order = ["pretrain", "finetune", "align"]
+        if self.stages != [stage for stage in order if stage in self.stages]:
+            raise ValueError("stages: each at most once, in the order pretrain, finetune, align")
+        if sum(getattr(self.budget, stage) for stage in self.stages) <= 0:
+            raise ValueError("budget: the shares of the stages that run add up to 0")
+        _divides("pretrain.accumulation", self.pretrain.accumulation, "pretrain.batch_size", self.pretrain.batch_size)
+        _divides("pretrain.exit_stride", self.pretrain.exit_stride, "data.context_length", self.data.context_length)
+        warmup, policy, ppo = self.finetune.warmup, self.finetune.policy, self.align.ppo
+        _divides("finetune.warmup.accumulation", warmup.accumulation, "finetune.warmup.batch_size", warmup.batch_size)
+        _divides("finetune.policy.minibatches", policy.minibatches, "finetune.policy.prompts * group_size",
+                 policy.prompts * policy.group_size)
+        _divides("align.ppo.minibatches", ppo.minibatches, "align.ppo.prompts", ppo.prompts)
+        return self
+
+
+def _divides(key: str, value: int, whole_key: str, whole: int) -> None:
+    if whole % value:
+        raise ValueError(f"{key} ({value}) must divide {whole_key} ({whole})")

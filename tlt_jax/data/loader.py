@@ -1,0 +1,70 @@
+"""Batches of packed rows: endless, shuffled and resumable for training (over Grain), in order for evaluation.
+
+Shapes: A accumulation (microbatches an update), B rows a microbatch, S context_length.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tlt_jax.config import ConfigError
+from tlt_jax.data.packing import ROW_FIELDS, PackedRows
+
+Batch = dict[str, np.ndarray]
+
+
+class Loader:
+    """An endless iterator of updates' batches; its state is exact to the sample, at any step."""
+
+    def __init__(self, rows: PackedRows, batch_size: int, accumulation: int, seed: int):
+        import grain  # takes a while: not paid by whoever loads no data
+
+        if not len(rows):
+            raise ConfigError("data: no rows to train on; expected at least one")
+        if batch_size % accumulation:
+            raise ConfigError(f"accumulation ({accumulation}) must divide batch_size ({batch_size})")
+        self._accumulation = accumulation
+        self._made_for = {"rows": len(rows), "batch_size": batch_size, "seed": seed}
+        # Repeated before batched: fewer rows than a batch work, and no row is dropped at an epoch's end.
+        dataset = grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(batch_size, drop_remainder=True)
+        self._iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._iterator)
+        return {name: array.reshape(self._accumulation, -1, array.shape[-1]) for name, array in batch.items()}
+
+    def get_state(self) -> dict[str, Any]:
+        """JSON-able: where the next batch starts, and what that is counted in."""
+        return {**self._made_for, "position": self._iterator.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to where `state` was taken. Raises ConfigError if it counts other rows, batches or shuffles."""
+        for key, value in self._made_for.items():
+            if state.get(key) != value:
+                raise ConfigError(
+                    f"data position: saved with {key} {state.get(key)}, now {value}; expected the same, or a new run"
+                )
+        self._iterator.set_state(dict(state["position"]))
+
+
+def make_loader(rows: PackedRows, batch_size: int, accumulation: int, seed: int) -> Loader:
+    """An iterator of dicts of [A, B, S] arrays with A * B = batch_size; every epoch in another order that the seed
+    fixes.
+    """
+    return Loader(rows, batch_size, accumulation, seed)
+
+
+def held_out_batches(rows: PackedRows, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
+    """The first `limit` rows (None: all) in order, as dicts of [1, batch_size, S] arrays.
+
+    The last batch is filled up with rows of weight 0 and segment 0, so that all batches have one shape.
+    """
+    count = len(rows) if limit is None else min(limit, len(rows))
+    for start in range(0, count, batch_size):
+        stop = min(start + batch_size, count)
+        missing = ((0, batch_size - (stop - start)), (0, 0))
+        yield {name: np.pad(getattr(rows, name)[start:stop], missing)[None] for name in ROW_FIELDS}

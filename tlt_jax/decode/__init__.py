@@ -1,0 +1,1 @@
+"""Speculative decoding: distributions, proposals, verification, the compiled loop, the engine, and `Rollout`."""

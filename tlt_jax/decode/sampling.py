@@ -1,0 +1,84 @@
+"""From logits to the distribution that is sampled, and one draw from it.
+
+Shape suffixes: B slots, W rows a slot, V vocabulary; `...` any leading axes.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+CDF_BLOCK = 64
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["temperature_B", "top_k_B", "top_p_B"], meta_fields=[])
+@dataclass(frozen=True)
+class SamplingParams:
+    """How each slot is sampled: temperature (0: greedy), top_k (0: all), top_p (1: all)."""
+
+    temperature_B: jax.Array
+    top_k_B: jax.Array
+    top_p_B: jax.Array
+
+
+def policy_log_probs(logits_BWV: jax.Array, temperature_B: jax.Array) -> jax.Array:
+    """log softmax(logits / T), [B, W, V]: the policy at the sampling temperature, before any filter.
+
+    At temperature 0, where that limit is degenerate, the policy at temperature 1 is given.
+    """
+    scale_B = 1.0 / jnp.where(temperature_B > 0, temperature_B, 1.0)
+    return jax.nn.log_softmax(logits_BWV * scale_B[:, None, None], axis=-1)
+
+
+def sampling_probs(log_probs_BWV: jax.Array, params: SamplingParams, filtered: bool) -> jax.Array:
+    """The distribution that tokens are drawn from, [B, W, V].
+
+    `log_probs` come from `policy_log_probs`. Temperature 0 puts all mass on the likeliest token. `filtered` (static)
+    says whether any slot may use top-k or top-p: the filters keep the k likeliest tokens, then the shortest prefix of
+    the sorted tokens whose mass reaches p (Holtzman et al. 2020), and renormalise.
+    """
+    probs_BWV = jnp.exp(log_probs_BWV)
+    if filtered:
+        probs_BWV = _filter(probs_BWV, params)
+    vocab = log_probs_BWV.shape[-1]
+    greedy_BWV = jax.nn.one_hot(jnp.argmax(log_probs_BWV, axis=-1), vocab, dtype=probs_BWV.dtype)
+    return jnp.where((params.temperature_B > 0)[:, None, None], probs_BWV, greedy_BWV)
+
+
+def _filter(probs_BWV: jax.Array, params: SamplingParams) -> jax.Array:
+    order_BWV = jnp.argsort(-probs_BWV, axis=-1, stable=True)
+    rank_BWV = jnp.argsort(order_BWV, axis=-1, stable=True)
+    vocab = probs_BWV.shape[-1]
+    k_B11 = jnp.where(params.top_k_B > 0, params.top_k_B, vocab)[:, None, None]
+    sorted_BWV = jnp.take_along_axis(probs_BWV, order_BWV, axis=-1)
+    sorted_BWV = jnp.where(jnp.arange(vocab) < k_B11, sorted_BWV, 0.0)
+    sorted_BWV = sorted_BWV / jnp.sum(sorted_BWV, axis=-1, keepdims=True)
+    before_BWV = jnp.cumsum(sorted_BWV, axis=-1) - sorted_BWV
+    p_B11 = params.top_p_B[:, None, None]
+    kept_BWV = jnp.where((before_BWV < p_B11) | (p_B11 >= 1.0), sorted_BWV, 0.0)
+    kept_BWV = kept_BWV / jnp.sum(kept_BWV, axis=-1, keepdims=True)
+    return jnp.take_along_axis(kept_BWV, rank_BWV, axis=-1)
+
+
+def draw(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
+    """One index a row, [B] int32, with probability weights / sum(weights), by the inverse CDF at `uniform` in [0, 1).
+
+    The CDF is taken in two levels, blocks and then one block's entries: one pass over V instead of a scan, and one
+    uniform a draw instead of V. An index of weight 0 is never drawn.
+    """
+    rows, vocab = weights_BV.shape
+    blocks = -(-vocab // CDF_BLOCK)
+    padded = jnp.pad(weights_BV, ((0, 0), (0, blocks * CDF_BLOCK - vocab))).reshape(rows, blocks, CDF_BLOCK)
+    cdf = jnp.cumsum(jnp.sum(padded, axis=-1), axis=-1)
+    target = jnp.minimum(uniform_B * cdf[:, -1], _below(cdf[:, -1]))
+    block = jnp.sum(cdf <= target[:, None], axis=-1)
+    start = jnp.where(block > 0, jnp.take_along_axis(cdf, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0.0)
+    inner = jnp.cumsum(jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0], axis=-1)
+    rest = jnp.minimum(target - start, _below(inner[:, -1]))
+    return (block * CDF_BLOCK + jnp.sum(inner <= rest[:, None], axis=-1)).astype(jnp.int32)
+
+
+def _below(x: jax.Array) -> jax.Array:
+    """The next smaller float: a target strictly below the total, so that rounding cannot step past the last entry."""
+    return jnp.nextafter(x, jnp.zeros_like(x))

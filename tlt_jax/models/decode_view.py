@@ -1,0 +1,85 @@
+"""What decoding sees of the parameters, and its cache.
+
+The view is the compute-type cast, unstacked into a tuple of per-layer trees, made once per update. Static slices of
+stacked weights inside a loop would copy all of them, and a cache that rides through a scan over layers is copied too;
+tuples of layers avoid both.
+
+Shape suffixes: B slots, W tokens fed at once, T cache length, K key/value heads, N width of a head, D width.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.models.transformer import Block, ModelShape, Transformer, block, cast, rotary
+from tlt_jax.parallel.sharding import constrain
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["embedding", "layers", "final_norm", "head"], meta_fields=["shape"])
+@dataclass(frozen=True)
+class DecodeView:
+    """The parameters as decoding wants them. `head` is None where the embedding is tied."""
+
+    embedding: jax.Array
+    layers: tuple[Block, ...]
+    final_norm: jax.Array
+    head: jax.Array | None
+    shape: ModelShape
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["key_BTKN", "value_BTKN"], meta_fields=[])
+@dataclass(frozen=True)
+class LayerCache:
+    key_BTKN: jax.Array
+    value_BTKN: jax.Array
+
+
+Cache = tuple[LayerCache, ...]
+
+
+def decode_view(model: Transformer, dtype: jnp.dtype) -> DecodeView:
+    """The view of the current parameters (pure; jit it)."""
+    layers = tuple(jax.tree.map(lambda a, i=i: a[i].astype(dtype), model.layers) for i in range(model.shape.layers))
+    head = None if model.shape.tied else model.head.astype(dtype)
+    return DecodeView(cast(model.embedding, dtype), layers, cast(model.final_norm, dtype), head, model.shape)
+
+
+def empty_cache(s: ModelShape, slots: int, length: int, dtype: jnp.dtype) -> Cache:
+    """A cache for `slots` sequences of up to `length` positions: 2 * L * B * T * K * N numbers."""
+    zeros = jnp.zeros((slots, length, s.kv_heads, s.head_dim), dtype)
+    return tuple(LayerCache(zeros, zeros) for _ in range(s.layers))
+
+
+def embed(view: DecodeView, tokens_BW: jax.Array) -> jax.Array:
+    return constrain(view.embedding[tokens_BW], "batch", None, None)
+
+
+def decode_layers(layers: tuple[Block, ...], cache: Cache, x_BWD: jax.Array, positions_BW: jax.Array) -> tuple[jax.Array, Cache]:
+    """Runs `layers` on W new tokens a slot, at `positions`, writing their keys and values into `cache`.
+
+    A token attends to the cache entries at positions up to its own. Entries beyond are whatever an earlier, rejected
+    draft left: they are never attended to, because every position up to the newest fed token is written before it is
+    read. Positions at or beyond the cache's length write nothing.
+    """
+    s = layers[0].shape
+    cos_sin = rotary(positions_BW, s.head_dim, s.rope_theta)
+    length = cache[0].key_BTKN.shape[1]
+    mask_B1WT = jnp.arange(length) <= positions_BW[:, None, :, None]
+    rows_B1 = jnp.arange(x_BWD.shape[0])[:, None]
+
+    def write(old_BTKN: jax.Array, new_BWKN: jax.Array) -> jax.Array:
+        return old_BTKN.at[rows_B1, positions_BW].set(new_BWKN, mode="drop", unique_indices=True)
+
+    new_cache: list[LayerCache] = []
+    for layer, old in zip(layers, cache, strict=True):
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, old: LayerCache = old) -> tuple[jax.Array, Any]:
+            kept = LayerCache(write(old.key_BTKN, k), write(old.value_BTKN, v))
+            return jax.nn.dot_product_attention(q, kept.key_BTKN, kept.value_BTKN, mask=mask_B1WT), kept
+
+        x_BWD, kept = block(layer, x_BWD, cos_sin, attend)
+        new_cache.append(kept)
+    return x_BWD, tuple(new_cache)

@@ -1,0 +1,47 @@
+"""Small modules on top of the transformer: the shallow drafter's exit, and the scalar head of values and rewards."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tlt_jax.models.declare import Declare
+from tlt_jax.models.transformer import ModelShape, Transformer, project, rms_norm
+
+
+class ShallowExit(nnx.Module):
+    """The shallow drafter's own parameters: a low-rank residual and a norm before the target's head.
+
+    The drafter is the target's first `exit_layer` layers (LayerSkip, Elhoushi et al. 2024); these few parameters
+    let it leave there without pulling on the layers themselves.
+    """
+
+    def __init__(self, s: ModelShape, declare: Declare):
+        self.shape = s
+        self.down = declare("down", (s.width, s.exit_rank), ("embed", "rank"), s.width**-0.5)
+        self.up = declare("up", (s.exit_rank, s.width), ("rank", "embed"), "zeros")
+        self.norm = declare("norm", (s.width,), ("embed",), "ones")
+
+
+class ScalarHead(nnx.Module):
+    """One number a position: a value, or a reward. Starts at 0 everywhere."""
+
+    def __init__(self, s: ModelShape, declare: Declare):
+        self.shape = s
+        self.weight = declare("weight", (s.width,), ("embed",), "zeros")
+        self.bias = declare("bias", (), (), "zeros")
+
+
+def exit_logits(model: Transformer, exit: ShallowExit, x_exit_BSD: jax.Array) -> jax.Array:
+    """The drafter's logits [B, S, V] in float32 from what leaves layer `exit_layer`; `model` lends its head alone."""
+    with jax.named_scope("exit"):
+        dtype = x_exit_BSD.dtype
+        eps = exit.shape.norm_eps
+        low_BSR = rms_norm(x_exit_BSD, jnp.ones_like(exit.norm), eps) @ exit.down.astype(dtype)
+        y_BSD = rms_norm(x_exit_BSD + low_BSR @ exit.up.astype(dtype), exit.norm, eps)
+        return project(model, y_BSD)
+
+
+def scalars(head: ScalarHead, model: Transformer, x_BSD: jax.Array) -> jax.Array:
+    """One number a position [B, S], float32, from what leaves the last layer."""
+    y_BSD = rms_norm(x_BSD, model.final_norm, model.shape.norm_eps).astype(jnp.float32)
+    return y_BSD @ head.weight + head.bias

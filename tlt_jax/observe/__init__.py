@@ -1,0 +1,28 @@
+"""What a run leaves behind: metrics, samples, logs, progress in the terminal, trackers, and the report.
+
+No module here imports JAX or, at module level, matplotlib or a tracker's library: the report verb answers at once.
+"""
+
+from tlt_jax.observe.files import read_json, to_json, write_json, write_text_atomically
+from tlt_jax.observe.logs import close_logging, set_up_logging
+from tlt_jax.observe.metrics import MetricsLog, read_rows
+from tlt_jax.observe.progress import Progress
+from tlt_jax.observe.report import build_report, write_report
+from tlt_jax.observe.trackers import TRACKERS, Tracker, open_trackers
+
+__all__ = [
+    "TRACKERS",
+    "MetricsLog",
+    "Progress",
+    "Tracker",
+    "build_report",
+    "close_logging",
+    "open_trackers",
+    "read_json",
+    "read_rows",
+    "set_up_logging",
+    "to_json",
+    "write_json",
+    "write_report",
+    "write_text_atomically",
+]

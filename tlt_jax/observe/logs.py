@@ -1,0 +1,65 @@
+"""The log of a run: everything to log.txt, the messages to the console."""
+
+import logging
+from pathlib import Path
+
+import rich
+from rich.console import Console
+from rich.text import Text
+
+LOGGER_NAME = "tlt_jax"
+_FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+
+class ConsoleHandler(logging.Handler):
+    """Prints the message alone by rich, above a live progress bar if one is shown; tracebacks stay in log.txt."""
+
+    def __init__(self, console: Console):
+        super().__init__(logging.INFO)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record; a failure to print is handled as the logging module handles it."""
+        try:
+            self._console.print(_line(record), soft_wrap=True)
+        except Exception:
+            self.handleError(record)
+
+
+def set_up_logging(run_dir: str | Path, console: Console | None = None) -> logging.Logger:
+    """Send the logger "tlt_jax" to `<run_dir>/log.txt` and to the console; returns the logger.
+
+    The file takes timestamps, levels and tracebacks and is appended to; the console takes messages from INFO up.
+    `console` defaults to rich's global one, which `Progress` uses too, so that lines and bars don't collide. Calling
+    it again replaces the handlers.
+    """
+    close_logging()
+    run_dir = Path(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file_handler = logging.FileHandler(run_dir / "log.txt", encoding="utf-8", errors="backslashreplace")
+    file_handler.setFormatter(logging.Formatter(_FILE_FORMAT))
+    logger = logging.getLogger(LOGGER_NAME)
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(file_handler)
+    logger.addHandler(ConsoleHandler(console or rich.get_console()))
+    logger.propagate = False  # a root handler of some library would print every message a second time
+    return logger
+
+
+def close_logging() -> None:
+    """Close and remove the handlers of "tlt_jax", and let its records reach the root logger again."""
+    logger = logging.getLogger(LOGGER_NAME)
+    for handler in list(logger.handlers):
+        if isinstance(handler, logging.FileHandler | ConsoleHandler):
+            logger.removeHandler(handler)
+            handler.close()
+    logger.propagate = True
+
+
+def _line(record: logging.LogRecord) -> Text:
+    line = Text()
+    if record.levelno >= logging.ERROR:
+        line.append("error: ", style="bold red")
+    elif record.levelno >= logging.WARNING:
+        line.append("warning: ", style="bold yellow")
+    return line.append(record.getMessage())

@@ -1,0 +1,117 @@
+"""Rows of a run, one JSON object a line: metrics.jsonl (one a step) and samples.jsonl (several a step).
+
+Appending never rewrites, so a crash can tear the last line and nothing else. Readers skip a torn last line; the log
+cuts it off when it is opened again, as a new row must not be glued to it.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from tlt_jax.observe.files import to_json, write_text_atomically
+
+
+class MetricsLog:
+    """An append-only file of rows that carry "step".
+
+    Every row is handed to the system as it is appended, so that a killed process loses none. Usable as a context
+    manager.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        """Open `path` for appending; makes it and its folder where missing, and cuts off a torn last line."""
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _mend_last_line(self.path)
+        self._file = self._open()
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write one row. Values that are not finite are written as null. Raises ValueError without an integer step."""
+        if not _is_step(row.get("step")):
+            raise ValueError(f"a row needs an integer 'step', got {row.get('step')!r}")
+        self._file.write(to_json(row) + "\n")
+        self._file.flush()
+
+    def truncate_after(self, step: int) -> int:
+        """Drop every row with a step above `step`, atomically; returns how many.
+
+        Called when a run goes on from a checkpoint taken after `step`: the steps that follow are done, and written,
+        again, and so each stands exactly once.
+        """
+        self._file.close()
+        rows = read_rows(self.path)
+        kept = [row for row in rows if row["step"] <= step]
+        if len(kept) < len(rows):
+            write_text_atomically(self.path, "".join(to_json(row) + "\n" for row in kept))
+        self._file = self._open()
+        return len(rows) - len(kept)
+
+    def close(self) -> None:
+        """Sync to disk and close; closing twice does no harm."""
+        if not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _open(self) -> IO[str]:
+        return open(self.path, "a", encoding="utf-8", newline="")
+
+
+def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All rows of a file of rows, in order; [] where there is no file.
+
+    A last line that is torn is left out. Any other line that is not a JSON object with an integer "step" raises
+    ValueError with the file and the line: that is damage, not an interrupted write.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    while lines and not lines[-1].strip():
+        lines.pop()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        row = _parse(line)
+        if row is not None:
+            rows.append(row)
+        elif number < len(lines):
+            raise ValueError(f"{path}, line {number}: not a JSON object with an integer 'step'")
+    return rows
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:  # malformed JSON, or bytes that are no UTF-8
+        return None
+    return row if isinstance(row, dict) and _is_step(row.get("step")) else None
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _mend_last_line(path: Path) -> None:
+    """Cut off a last line without its newline; only a whole row that lost nothing but the newline is completed.
+
+    In place: shortening a file and appending one byte leave no state in between that a reader would not accept.
+    """
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    end = content.rfind(b"\n", 0, len(content) - 1 if content.endswith(b"\n") else None) + 1
+    last = content[end:]
+    if not last:
+        return
+    if _parse(last) is None:
+        os.truncate(path, end)
+    elif not last.endswith(b"\n"):
+        with open(path, "ab") as file:
+            file.write(b"\n")

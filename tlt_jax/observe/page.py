@@ -1,0 +1,289 @@
+"""report.html from the figures of a report: one file, no scripts, nothing fetched.
+
+Every text that comes from data passes `escape`, which also makes control characters visible: a completion must be
+able neither to become markup nor to hide.
+"""
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from tlt_jax.observe.figures import show_change, show_count, show_number, show_seconds, show_value
+from tlt_jax.observe.plots import Series, curve_svg
+from tlt_jax.observe.style import CSS
+
+# Fixed, so that a kind of time has its colour in every report.
+KIND_COLOURS = {
+    "rollout": 1, "update": 3, "reward": 2, "evaluate": 4, "compile": 6, "checkpoint": 5, "other": 0,
+}  # fmt: skip
+FACT_LABELS = {
+    "device": "Device", "device_count": "Devices", "mesh": "Mesh", "parameters": "Parameters", "versions": "Versions",
+    "python": "Python", "started": "Started", "finished": "Finished", "seed": "Seed", "drafter": "Drafter",
+    "draft_length": "Draft length", "budget": "Budget", "data": "Data",
+}  # fmt: skip
+LEGEND_DASHES = ("", "7 3", "2 2", "6 2 2 2", "8 2 2 2 2 2", "4 4")
+CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {127: "\u2421"}
+
+
+def render_page(report: dict[str, Any]) -> str:
+    """The whole page for a report of `build_report`."""
+    phases = report["phases"]
+    body = [
+        _header(report),
+        _figures(report["key_figures"]),
+        _facts(report["facts"]),
+        *(_phase(phase) for phase in phases),
+        _time(phases, report["time"]),
+        _all_metrics(phases),
+        _notes(report),
+    ]
+    head = (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(report['name'])}: training report</title>\n<style>{CSS}</style>\n</head>\n<body>\n"
+    )
+    return head + "\n".join(part for part in body if part) + "\n</body>\n</html>\n"
+
+
+def escape(text: Any) -> str:
+    """Text from data as HTML: escaped, control characters as their pictures, lone surrogates replaced."""
+    clean = str(text).replace("\r\n", "\n").translate(CONTROL).encode("utf-8", "replace").decode("utf-8")
+    return html.escape(clean, quote=True)
+
+
+def _header(report: dict[str, Any]) -> str:
+    phases = report["phases"]
+    seconds = sum(phase["seconds"] or 0.0 for phase in phases)
+    steps = sum(phase["steps"] or 0 for phase in phases)
+    said = [f"{len(phases)} phase{'s' if len(phases) != 1 else ''}", f"{steps:,} steps", show_seconds(seconds)]
+    links = [(f"#{_anchor(phase)}", phase["label"]) for phase in phases]
+    links = [("#setup", "Setup"), *links, ("#time", "Time"), ("#metrics", "All metrics"), ("#notes", "Notes")]
+    nav = "".join(f'<a href="{escape(target)}">{escape(label)}</a>' for target, label in links)
+    return (
+        f'<header><div class="over">Training report</div><h1>{escape(report["name"])}</h1>'
+        f"<p>{escape(' · '.join(said))}</p><nav>{nav}</nav></header>{_warning(report)}"
+    )
+
+
+def _warning(report: dict[str, Any]) -> str:
+    if report["finished"] and not report["missing"]:
+        return ""
+    words = "Some things are missing." if report["finished"] else "This run has not finished."
+    items = "".join(f"<li>{escape(item)}</li>" for item in report["missing"])
+    return f'<div class="warning"><strong>{words}</strong>{f"<ul>{items}</ul>" if items else ""}</div>'
+
+
+def _figures(figures: list[dict[str, Any]]) -> str:
+    cards = []
+    for figure in figures:
+        after, before = show_value(figure["metric"], figure["after"]), ""
+        if figure["before"] is not None:
+            before = f'<span class="from">{escape(show_value(figure["metric"], figure["before"]))} → </span>'
+        cards.append(
+            f'<div><h2>{escape(figure["label"])}</h2><p class="big">{before}{escape(after)}</p>'
+            f'<p class="detail">{escape(figure["detail"])}</p></div>'
+        )
+    return f'<section class="figures">{"".join(cards)}</section>' if cards else ""
+
+
+def _facts(facts: dict[str, Any]) -> str:
+    names = [name for name in FACT_LABELS if name in facts] + [name for name in facts if name not in FACT_LABELS]
+    rows = [
+        f'<tr><th scope="row">{escape(FACT_LABELS.get(name, name.replace("_", " ").capitalize()))}</th>'
+        f"<td>{escape(_fact(name, facts[name]))}</td></tr>"
+        for name in names
+        if facts[name] is not None
+    ]
+    table = f'<table class="facts">{"".join(rows)}</table>' if rows else '<p class="none">Not recorded.</p>'
+    return f'<section><h2 id="setup">What ran on what</h2>{table}</section>'
+
+
+def _fact(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return " · ".join(f"{key.replace('_', ' ')} {_fact(key, item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(_fact(name, item) for item in value)
+    if name in ("started", "finished") and isinstance(value, int | float):
+        return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    if isinstance(value, float):
+        return show_number(value)
+    if isinstance(value, int) and not isinstance(value, bool) and name != "seed":
+        return f"{value:,}"
+    return str(value)
+
+
+def _phase(phase: dict[str, Any]) -> str:
+    said = [f"{phase['steps'] or 0:,} steps"]
+    if phase["tokens"] is not None:
+        said.append(f"{show_count(phase['tokens'])} tokens")
+    said.append(show_seconds(phase["seconds"]))
+    if not phase["finished"]:
+        said.append("not finished")
+    note = f'<p class="note">{escape(phase["note"])}</p>' if phase["note"] else ""
+    charts = "".join(_chart(phase, chart) for chart in phase["charts"])
+    charts = f'<div class="charts">{charts}</div>' if charts else '<p class="none">Too few rows to draw curves.</p>'
+    return (
+        f'<section><h2 id="{escape(_anchor(phase))}">{escape(phase["label"])}</h2>'
+        f'<p class="meta">{escape(" · ".join(said))}</p>{note}{charts}{_samples(phase["samples"])}</section>'
+    )
+
+
+def _anchor(phase: dict[str, Any]) -> str:
+    return f"{phase['stage']}-{phase['phase']}"
+
+
+def _chart(phase: dict[str, Any], chart: dict[str, Any]) -> str:
+    lines = [Series(line["label"], line["steps"], [_number(v) for v in line["values"]]) for line in chart["series"]]
+    svg = curve_svg(lines, f"{_anchor(phase)} {chart['title']}", chart["percent"], chart["marks"])
+    svg = svg.replace("<svg", f'<svg class="chart" role="img" aria-label="{escape(chart["title"])}"', 1)
+    keys = []
+    for index, line in enumerate(chart["series"]):
+        last = next((value for value in reversed(line["values"]) if value is not None), None)
+        keys.append(
+            f'<span class="key"><svg viewBox="0 0 22 8" aria-hidden="true"><path d="M0 4H22" fill="none" '
+            f'stroke="var(--c{index % 6 + 1})" stroke-width="2.5" stroke-dasharray="{LEGEND_DASHES[index % 6]}"/></svg>'
+            f"{escape(line['label'])} {escape(show_value(line['metric'], last))}</span>"
+        )
+    return f"<figure><figcaption><b>{escape(chart['title'])}</b>{''.join(keys)}</figcaption>{svg}</figure>"
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _samples(samples: dict[str, Any]) -> str:
+    pairs = samples["pairs"]
+    if not pairs:
+        return ""
+    shown = f", {len(pairs)} of {samples['kept']} prompts" if samples["kept"] > len(pairs) else ""
+    blocks = []
+    for pair in pairs:
+        reference = ""
+        if pair["reference"]:
+            reference = f"<details><summary>Reference</summary><pre>{escape(pair['reference'])}</pre></details>"
+        blocks.append(
+            f'<div class="sample"><h4>Prompt</h4><pre>{escape(pair["prompt"])}</pre><div class="pair">'
+            f"{_completion('Before', pair['before'])}{_completion(samples['when'].capitalize(), pair['after'])}</div>"
+            f"{reference}</div>"
+        )
+    return f"<h3>Completions before and after{shown}</h3>{''.join(blocks)}"
+
+
+def _completion(title: str, sample: dict[str, Any] | None) -> str:
+    if sample is None:
+        return f'<div><h4>{escape(title)}</h4><p class="none">not kept</p></div>'
+    tag = ""
+    if sample["valid"] is not None:
+        tag = ' · <span class="tag yes">✓ valid</span>' if sample["valid"] else ' · <span class="tag no">✗ not valid</span>'
+    text = escape(sample["completion"]) if sample["completion"] else '<span class="none">(empty)</span>'
+    return f"<div><h4>{escape(title)}{tag}</h4><pre>{text}</pre></div>"
+
+
+def _time(phases: list[dict[str, Any]], total: dict[str, float]) -> str:
+    """A bar a phase, as long as the phase took, split by kind; the same in numbers below."""
+    if not sum(total.values()):
+        return '<section><h2 id="time">Where the time went</h2><p class="none">Not measured.</p></section>'
+    kinds = [kind for kind, seconds in total.items() if seconds > 0]
+    longest = max(sum(_times(phase).values()) for phase in phases)
+    bars = []
+    for phase in phases:
+        times = _times(phase)
+        seconds = sum(times.values())
+        parts = "".join(
+            f'<i style="width:{100 * times[kind] / seconds:.2f}%;background:{_colour(kind)}" '
+            f'title="{escape(kind)} {escape(show_seconds(times[kind]))}"></i>'
+            for kind in kinds
+            if times.get(kind) and seconds
+        )
+        bars.append(
+            f'<span>{escape(phase["label"])}</span><span class="bar" style="width:{100 * seconds / longest:.2f}%">{parts}'
+            f"</span><span>{escape(show_seconds(seconds))}</span>"
+        )
+    legend = "".join(f'<span><span class="dot" style="background:{_colour(kind)}"></span>{escape(kind)}</span>' for kind in kinds)
+    return (
+        f'<section><h2 id="time">Where the time went</h2><div class="bars">{"".join(bars)}</div>'
+        f'<div class="legend">{legend}</div>{_time_table(phases, total, kinds)}</section>'
+    )
+
+
+def _time_table(phases: list[dict[str, Any]], total: dict[str, float], kinds: Sequence[str]) -> str:
+    head = "".join(f'<th scope="col" class="n">{escape(kind)}</th>' for kind in kinds)
+    rows = [
+        f'<tr><th scope="row">{escape(phase["label"])}</th>'
+        + _cells(show_seconds(_times(phase).get(kind) or None) for kind in [*kinds])
+        + _cells([show_seconds(sum(_times(phase).values()))])
+        + "</tr>"
+        for phase in phases
+    ]
+    everything = sum(total.values())
+    rows.append(
+        '<tr><th scope="row">All</th>'
+        + _cells(show_seconds(total[kind]) for kind in kinds)
+        + _cells([show_seconds(everything)])
+        + '</tr><tr class="sum"><th scope="row">Share</th>'
+        + _cells(f"{100 * total[kind] / everything:.1f}%" for kind in kinds)
+        + _cells(["100%"])
+        + "</tr>"
+    )
+    return (
+        f'<div class="scroll"><table><thead><tr><th scope="col">Phase</th>{head}<th scope="col" class="n">all</th></tr>'
+        f"</thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _times(phase: dict[str, Any]) -> dict[str, float]:
+    return {kind: seconds for kind, seconds in (phase["time"] or {}).items() if seconds}
+
+
+def _colour(kind: str) -> str:
+    return f"var(--c{KIND_COLOURS.get(kind, 0)})"
+
+
+def _cells(texts: Iterable[str]) -> str:
+    return "".join(f'<td class="n">{escape(text)}</td>' for text in texts)
+
+
+def _all_metrics(phases: list[dict[str, Any]]) -> str:
+    """Every metric measured before and after a phase, with its change."""
+    groups = []
+    for phase in phases:
+        before, after = phase["before"] or {}, phase["after"] or {}
+        names = list(dict.fromkeys([*before, *after]))
+        rows = "".join(
+            f'<tr><th scope="row">{escape(name)}</th>'
+            + _cells(
+                [
+                    _measured(name, before), _measured(name, after),
+                    show_change(name, before.get(name), after.get(name)),
+                ]  # fmt: skip
+            )
+            + "</tr>"
+            for name in names
+        )
+        rows = rows or '<tr><td colspan="4" class="none">nothing was measured before or after</td></tr>'
+        groups.append(f'<tbody><tr class="group"><th colspan="4">{escape(phase["label"])}</th></tr>{rows}</tbody>')
+    if not groups:
+        return '<section><h2 id="metrics">Before and after each phase</h2><p class="none">No phase has run.</p></section>'
+    head = "".join(f'<th scope="col" class="n">{word}</th>' for word in ("Before", "After", "Change"))
+    return (
+        '<section><h2 id="metrics">Before and after each phase</h2><table class="all"><thead><tr>'
+        f'<th scope="col">Metric</th>{head}</tr></thead>{"".join(groups)}</table></section>'
+    )
+
+
+def _measured(name: str, values: dict[str, Any]) -> str:
+    return "not finite" if name in values and values[name] is None else show_value(name, values.get(name))
+
+
+def _notes(report: dict[str, Any]) -> str:
+    items = "".join(f"<li>{escape(note)}</li>" for note in report["footnotes"])
+    config = ""
+    if report["config"]:
+        config = f"<details><summary>The config, resolved</summary><pre>{escape(report['config'])}</pre></details>"
+    return (
+        f'<section><h2 id="notes">How to read this</h2><ul class="notes">{items}</ul>{config}</section>'
+        f"<footer>Written {escape(report['created'])} from the run's own files. "
+        "The same figures are in report.json.</footer>"
+    )

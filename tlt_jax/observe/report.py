@@ -1,0 +1,349 @@
+"""The report of a run: report.json with every figure, report.html to read.
+
+Whatever the run left is reported, and what is missing is named: a run that died, that did one stage, or that kept no
+samples has a report too.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tlt_jax.observe.figures import RL_PHASES, charts_for, is_percent, phase_label, show_number, show_value
+from tlt_jax.observe.files import plain, read_json, write_json, write_text_atomically
+from tlt_jax.observe.metrics import read_rows
+
+STAGE_PHASES = {"pretrain": ("pretrain",), "finetune": ("warmup", "policy"), "align": ("reward_model", "ppo")}
+SAMPLES_SHOWN = 4  # prompts a phase
+EDGE = 0.1  # share of a phase's steps that "first" and "last" of a noisy metric average over
+PHASE_FIELDS = ("stage", "phase", "steps", "tokens", "seconds", "before", "after", "time", "note")
+
+Row = dict[str, Any]
+
+
+def write_report(run_dir: str | os.PathLike[str]) -> Path:
+    """Write report.json and report.html of a run, each atomically; returns the path of the page.
+
+    Raises ValueError where `run_dir` holds no run.
+    """
+    from tlt_jax.observe.page import render_page  # and, with it, the drawings
+
+    run_dir = Path(run_dir)
+    report = build_report(run_dir)
+    write_json(run_dir / "report.json", report)
+    write_text_atomically(run_dir / "report.html", render_page(report))
+    return run_dir / "report.html"
+
+
+def build_report(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """All figures of a run, as plain JSON values.
+
+    Keys: name, finished, created, facts, config (its text), key_figures, phases (with curves and samples), time
+    (kinds, seconds by kind), missing (sentences on what the run lacks), footnotes (sentences on how to read it).
+    Raises ValueError where `run_dir` holds no run.
+    """
+    run_dir = Path(run_dir)
+    if not any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "results.json")):
+        raise ValueError(f"{run_dir}: no run here (expected a folder with config.yaml, metrics.jsonl or results.json)")
+    missing: list[str] = []
+    config_text, config = _read(missing, run_dir, "config.yaml", _read_config, ("", {}))
+    rows: list[Row] = _read(missing, run_dir, "metrics.jsonl", read_rows, [])
+    samples: list[Row] = _read(missing, run_dir, "samples.jsonl", read_rows, [])
+    results: Row = _read(missing, run_dir, "results.json", read_json, {})
+    phases = _phases(rows, samples, results.get("phases") or [])
+    missing += _missing_phases(phases, config.get("stages") or [])
+    finished = bool(results.get("finished"))
+    report = {
+        "name": (config.get("run") or {}).get("name") or run_dir.resolve().name,
+        "finished": finished,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "facts": results.get("facts") or _facts_from_config(config),
+        "config": config_text,
+        "key_figures": _key_figures(phases, rows),
+        "phases": phases,
+        "time": _total_time(phases),
+        "missing": missing,
+        "footnotes": _footnotes(phases, rows, config, results.get("facts") or {}),
+    }
+    return plain(report)
+
+
+def _read(missing: list[str], run_dir: Path, name: str, reader: Callable[[Path], Any], default: Any) -> Any:
+    path = run_dir / name
+    if not path.exists():
+        missing.append(f"{name} is missing.")
+        return default
+    try:
+        value = reader(path)
+    except (ValueError, yaml.YAMLError) as error:
+        # Named in the report itself: one damaged file must not hide what the others say.
+        logging.getLogger(__name__).warning("the report leaves out %s: %s", name, error)
+        missing.append(f"{name} could not be read and is left out: {error}")
+        return default
+    if not value:
+        missing.append(f"{name} is empty.")
+    return value if isinstance(value, type(default)) else default
+
+
+def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
+    text = path.read_text(encoding="utf-8")
+    config = yaml.safe_load(text)
+    return text, config if isinstance(config, dict) else {}
+
+
+def _facts_from_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a run that died before it wrote its facts."""
+    run, speculation = config.get("run") or {}, config.get("speculation") or {}
+    facts = {
+        "seed": run.get("seed"),
+        "drafter": speculation.get("drafter"),
+        "draft_length": speculation.get("draft_length"),
+        "budget": config.get("budget"),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _phases(rows: list[Row], samples: list[Row], results: list[Row]) -> list[dict[str, Any]]:
+    """One entry a phase, in the order they ran: what results.json says, else what the rows tell."""
+    done = {(entry.get("stage"), entry.get("phase")): entry for entry in results}
+    by_phase: dict[tuple[Any, Any], list[Row]] = {key: [] for key in done}
+    for row in rows:
+        by_phase.setdefault((row.get("stage"), row.get("phase")), []).append(row)
+    order = [(stage, phase) for stage, names in STAGE_PHASES.items() for phase in names]
+    keys = sorted(by_phase, key=lambda key: order.index(key) if key in order else len(order))
+    phases, seconds_before = [], 0.0
+    for stage, phase in keys:
+        own = by_phase[stage, phase]
+        result = done.get((stage, phase)) or _result_from_rows(stage, phase, own, seconds_before)
+        seconds_before = max([seconds_before, *(row.get("seconds") or 0.0 for row in own)])
+        phases.append(
+            {name: result.get(name) for name in PHASE_FIELDS}
+            | {
+                "label": phase_label(str(stage), str(phase)),
+                "finished": (stage, phase) in done,
+                "last": _last_values(own),
+                "charts": _charts(own),
+                "samples": _samples([s for s in samples if (s.get("stage"), s.get("phase")) == (stage, phase)]),
+            }
+        )
+    return phases
+
+
+def _result_from_rows(stage: Any, phase: Any, rows: list[Row], seconds_before: float) -> dict[str, Any]:
+    """The entry that results.json would hold, as far as the rows of an unfinished phase tell it."""
+    time: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.items():
+            # time/step is the sum of the others.
+            if name.startswith("time/") and name != "time/step" and isinstance(value, int | float):
+                time[name.removeprefix("time/")] = time.get(name.removeprefix("time/"), 0.0) + value
+    seconds = max((row.get("seconds") or 0.0 for row in rows), default=seconds_before) - seconds_before
+    if seconds > sum(time.values()):
+        time["other"] = time.get("other", 0.0) + seconds - sum(time.values())
+    return {
+        "stage": stage, "phase": phase, "steps": len(rows), "tokens": None, "seconds": seconds,
+        "before": {}, "after": {}, "time": time, "note": None,
+    }  # fmt: skip
+
+
+def _last_values(rows: list[Row]) -> dict[str, float]:
+    last: dict[str, float] = {}
+    for row in rows:
+        last.update({n: v for n, v in row.items() if "/" in n and isinstance(v, int | float)})
+    return last
+
+
+def _charts(rows: list[Row]) -> list[dict[str, Any]]:
+    """Every chart that the phase has two points or more for; null stands where a value was not finite."""
+    names = {name for row in rows for name in row if "/" in name}
+    charts = []
+    for chart in charts_for(names):
+        series = []
+        for metric, label in chart.metrics:
+            points = [(row.get("phase_step", row["step"]), row[metric]) for row in rows if metric in row]
+            if sum(value is not None for _, value in points) >= 2:
+                steps, values = [step for step, _ in points], [value for _, value in points]
+                series.append({"metric": metric, "label": label, "steps": steps, "values": values})
+        if series:
+            percent = is_percent(series[0]["metric"])
+            charts.append({"title": chart.title, "percent": percent, "marks": list(chart.marks), "series": series})
+    return charts
+
+
+def _samples(samples: list[Row]) -> dict[str, Any]:
+    """Completions of the same prompts before and after a phase; its latest look stands in for a missing "after"."""
+    before = [sample for sample in samples if sample.get("when") == "before"]
+    after = [sample for sample in samples if sample.get("when") == "after"]
+    when = "after"
+    if not after:
+        during = [sample for sample in samples if sample.get("when") == "during"]
+        after = [sample for sample in during if sample["step"] == during[-1]["step"]] if during else []
+        when = f"at step {after[0]['step']}" if after else "after"
+    prompts = list(dict.fromkeys(str(sample.get("prompt", "")) for sample in [*after, *before]))
+    pairs = [
+        {"prompt": prompt, "before": _of_prompt(before, prompt), "after": _of_prompt(after, prompt)} for prompt in prompts
+    ]
+    for pair in pairs:
+        pair["reference"] = next((s["reference"] for s in (pair["before"], pair["after"]) if s and s["reference"]), None)
+    return {"when": when, "kept": len(pairs), "pairs": pairs[:SAMPLES_SHOWN]}
+
+
+def _of_prompt(samples: list[Row], prompt: str) -> dict[str, Any] | None:
+    for sample in samples:
+        if str(sample.get("prompt", "")) == prompt:
+            completion = sample.get("completion")
+            return {"completion": completion, "valid": sample.get("valid"), "reference": sample.get("reference")}
+    return None
+
+
+def _missing_phases(phases: list[dict[str, Any]], stages: list[str]) -> list[str]:
+    there = {(phase["stage"], phase["phase"]) for phase in phases}
+    missing = []
+    for stage in stages:
+        lacking = [phase_label(stage, phase) for phase in STAGE_PHASES.get(stage, ()) if (stage, phase) not in there]
+        missing += [f"{label}: the run has no rows of this phase." for label in lacking]
+    missing += [f"{phase['label']}: not finished; figures are those of its rows." for phase in phases if not phase["finished"]]
+    lacking = [phase["label"] for phase in phases if not phase["samples"]["pairs"]]
+    if phases and lacking:
+        missing.append(f"No completions were kept for: {', '.join(lacking)}.")
+    return missing
+
+
+def _key_figures(phases: list[dict[str, Any]], rows: list[Row]) -> list[dict[str, Any]]:
+    """The headline row; a figure the run has no data for is left out, and the page says so under "missing"."""
+    figures = [
+        _bits_per_byte(phases), _valid_completions(phases), _reward_accuracy(phases), _ppo_reward(rows), _calls(rows),
+    ]  # fmt: skip
+    return [figure for figure in figures if figure is not None]
+
+
+def _bits_per_byte(phases: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Of the first phase that measured it: pretraining, in a whole run."""
+    metric = "eval/bits_per_byte"
+    ends = [(phase, *_ends(phase, metric)) for phase in phases]
+    ends = [end for end in ends if end[2] is not None]
+    if not ends:
+        return None
+    phase, before, after = ends[0]
+    detail = f"held-out text, {phase['label'].lower()}"
+    if len(ends) > 1:
+        detail += f"; {show_value(metric, ends[-1][2])} after {ends[-1][0]['label'].lower()}"
+    return _figure("Bits per byte", metric, before, after, detail)
+
+
+def _valid_completions(phases: list[dict[str, Any]]) -> dict[str, Any] | None:
+    metric = "eval/valid_fraction"
+    ends = [(phase, *_ends(phase, metric)) for phase in phases]
+    ends = [end for end in ends if end[2] is not None]
+    if not ends:
+        return None
+    detail = "held-out prompts, after " + ", ".join(
+        f"{phase['label'].split(': ')[-1].lower()} {show_value(metric, after)}" for phase, _, after in ends
+    )
+    return _figure("Valid completions", metric, ends[0][1], ends[-1][2], detail)
+
+
+def _reward_accuracy(phases: list[dict[str, Any]]) -> dict[str, Any] | None:
+    for phase in phases:
+        accuracy, length = _ends(phase, "eval/accuracy")[1], _ends(phase, "eval/length_accuracy")[1]
+        if phase["phase"] == "reward_model" and accuracy is not None:
+            against = "no length-only baseline was measured"
+            if length is not None:
+                against = f"length alone gets {show_value('eval/accuracy', length)}"
+            return _figure("Reward-model accuracy", "eval/accuracy", None, accuracy, f"held-out pairs; {against}")
+    return None
+
+
+def _ppo_reward(rows: list[Row]) -> dict[str, Any] | None:
+    own = [row for row in rows if row.get("phase") == "ppo"]
+    first, last = _edges(own, "rl/reward")
+    if last is None:
+        return None
+    kl = _edges(own, "rl/kl")[1]
+    detail = "mean of the first and the last tenth of the steps"
+    detail += f"; KL to the reference {show_number(kl)} at the end" if kl is not None else "; no KL was measured"
+    return _figure("PPO reward", "rl/reward", first, last, detail)
+
+
+def _calls(rows: list[Row]) -> dict[str, Any] | None:
+    own = [row for row in rows if row.get("phase") in RL_PHASES]
+    calls = _finite(own, "rollout/target_calls_per_token")
+    if not calls:
+        return None
+    detail = "mean over the rollouts; 1 without speculation"
+    accepted = _finite(own, "rollout/accepted_length")
+    if accepted:
+        detail += f"; {show_number(sum(accepted) / len(accepted))} draft tokens accepted a call"
+    return _figure("Target calls per token", "rollout/target_calls_per_token", None, sum(calls) / len(calls), detail)
+
+
+def _figure(label: str, metric: str, before: float | None, after: float | None, detail: str) -> dict[str, Any]:
+    return {"label": label, "metric": metric, "before": before, "after": after, "detail": detail}
+
+
+def _ends(phase: dict[str, Any], metric: str) -> tuple[float | None, float | None]:
+    """A metric before and after a phase; of an unfinished phase, its last row's."""
+    before, after = (phase["before"] or {}).get(metric), (phase["after"] or {}).get(metric)
+    return before, phase["last"].get(metric) if after is None and not phase["finished"] else after
+
+
+def _edges(rows: list[Row], metric: str) -> tuple[float | None, float | None]:
+    """Means over the first and the last tenth of the steps, as one step of a reward is mostly noise."""
+    values = _finite(rows, metric)
+    if not values:
+        return None, None
+    count = max(1, math.ceil(EDGE * len(values)))
+    return sum(values[:count]) / count, sum(values[-count:]) / count
+
+
+def _finite(rows: list[Row], metric: str) -> list[float]:
+    return [row[metric] for row in rows if isinstance(row.get(metric), int | float)]
+
+
+def _total_time(phases: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds by kind over all phases, the largest first and "other" last."""
+    total: dict[str, float] = {}
+    for phase in phases:
+        for kind, seconds in (phase["time"] or {}).items():
+            total[kind] = total.get(kind, 0.0) + (seconds or 0.0)
+    return dict(sorted(total.items(), key=lambda item: (item[0] == "other", -item[1])))
+
+
+def _footnotes(phases: list[Row], rows: list[Row], config: dict[str, Any], facts: Row) -> list[str]:
+    """What a careful reader would ask."""
+    notes = []
+    loops = [(p["label"], p["last"].get("rollout/loop_fraction", (p["after"] or {}).get("eval/loop_fraction"))) for p in phases]
+    loops = [(label, share) for label, share in loops if share is not None]
+    if loops:
+        shares = ", ".join(f"{label} {show_value('_fraction', share)}" for label, share in loops)
+        notes.append(f"Completions that end in a loop can still be valid. Their share at the last measurement: {shares}.")
+    elif any("eval/valid_fraction" in phase["last"] or phase["after"] for phase in phases):
+        notes.append("The share of completions that end in a loop was not measured.")
+    temperature = (config.get("sampling") or {}).get("temperature")
+    if temperature is not None and any(phase["phase"] in RL_PHASES for phase in phases):
+        notes.append(f"Rollouts were sampled at temperature {temperature:g}.")
+    if facts.get("evaluation_decoding"):
+        notes.append(f"Evaluated and shown completions: {facts['evaluation_decoding']}.")
+    else:
+        notes.append("How evaluated and shown completions were drawn (greedy or sampled) is not recorded in this run.")
+    if any(phase["phase"] == "ppo" for phase in phases):
+        notes.append(
+            "The reward in PPO is the opinion of the reward model that this run trained, not a judgement from outside; "
+            "it counts for little where the KL to the reference has grown large."
+        )
+    differences = _finite(rows, "rollout/logprob_abs_diff_max")
+    if differences:
+        notes.append(
+            "Largest difference between a token's log-probability when it was sampled and when the update computed it "
+            f"again: {show_number(max(differences))}."
+        )
+    nulls = sum(value is None for row in rows for name, value in row.items() if "/" in name)
+    if nulls:
+        notes.append(f"{nulls} measured values were not finite (NaN or infinite); curves have gaps there.")
+    notes.append("Curves: the light line is every step, the strong line a running mean over a twentieth of the phase.")
+    return notes

@@ -1,0 +1,1 @@
+"""Devices, the mesh, and the one table that maps logical axes to mesh axes."""

@@ -1,0 +1,66 @@
+"""Choosing devices and building the mesh."""
+
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from tlt_jax.config import ConfigError
+from tlt_jax.config.schema import DeviceConfig, MeshConfig
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+
+def set_up_devices(config: DeviceConfig) -> None:
+    """Tells JAX which platform, how many simulated CPU devices and which compilation cache to use.
+
+    Call it before anything touches a device. Raises ConfigError if devices exist already in another number, or the
+    platform has none.
+    """
+    if config.platform != "auto":
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
+    if config.cpu_devices != jax.config.jax_num_cpu_devices:
+        try:
+            jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+        except RuntimeError:
+            if jax.default_backend() == "cpu" and jax.device_count() != config.cpu_devices:
+                raise ConfigError(
+                    f"`device.cpu_devices` is {config.cpu_devices}, but JAX already runs with {jax.device_count()} in this process"
+                ) from None
+    if config.compilation_cache:
+        folder = Path(config.compilation_cache).expanduser()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        raise ConfigError(f"`device.platform` is {config.platform!r}: {str(error).splitlines()[0]}") from None
+
+
+def mesh_shape(config: MeshConfig, devices: int) -> tuple[int, ...]:
+    """Axis sizes (data, fsdp, tensor), -1 resolved. Raises ConfigError if their product is not `devices`."""
+    sizes = [getattr(config, axis) for axis in MESH_AXES]
+    known = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes and devices % known == 0:
+        sizes[sizes.index(-1)] = devices // known
+    if math.prod(sizes) != devices:
+        wanted = " x ".join(f"{axis} {getattr(config, axis)}" for axis in MESH_AXES)
+        raise ConfigError(f"`device.mesh` is {wanted}; expected a product of {devices}, the number of devices")
+    return tuple(sizes)
+
+
+def make_mesh(config: MeshConfig) -> Mesh:
+    """The mesh over all devices, axes in Auto mode (the compiler propagates shardings from our constraints)."""
+    shape = mesh_shape(config, jax.device_count())
+    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def compute_dtype(config: DeviceConfig) -> np.dtype:
+    """The type of activations: float32 on CPU unless asked otherwise (bfloat16 with few rows is slow there)."""
+    name = config.compute_dtype
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jax.numpy.dtype(name)

@@ -1,0 +1,73 @@
+"""Supervised losses: next-token cross-entropy with an early exit, and the drafter's distillation.
+
+Shape suffixes: B rows, S sequence, D width, V vocabulary, P the positions that the exit's loss looks at.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.models.heads import ShallowExit, exit_logits
+from tlt_jax.models.transformer import Transformer, hidden_states, logits
+from tlt_jax.train.step import Batch, Metrics, Objective, normalised
+
+
+def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
+    """-log softmax(logits)[target], nats, [B, S]."""
+    target_BS = jnp.take_along_axis(logits_BSV, targets_BS[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits_BSV, axis=-1) - target_BS
+
+
+def weighted_sum(values: jax.Array, weights: jax.Array) -> jax.Array:
+    """sum(values * weights), where a value of weight 0 may be anything, NaN included."""
+    return jnp.sum(jnp.where(weights > 0, values, 0.0) * weights)
+
+
+def next_token_objective(*, dtype: jnp.dtype, remat: str, exit_weight: float, exit_stride: int) -> Objective:
+    """Cross-entropy at the last layer plus `exit_weight` times that at the early exit (LayerSkip, Elhoushi et al. 2024).
+
+    Batch: tokens, targets, segments, positions (int32) and weights (0 or 1), each [A, B, S]. The exit looks at every
+    `exit_stride`-th position, from an offset that moves with the step. Roles: policy, and exit where its weight is
+    above 0. Both losses are means over the tokens of weight 1 that they look at, over the whole update.
+    """
+
+    def prepare(batch: Batch, step: jax.Array) -> Batch:
+        at_exit = batch["weights"].reshape(*batch["weights"].shape[:2], -1, exit_stride)[..., step % exit_stride]
+        offset = jnp.full(batch["weights"].shape[:1], step % exit_stride)
+        return {**batch, "weights": normalised(batch["weights"]), "exit_weights": normalised(at_exit), "offset": offset}
+
+    def loss(params: dict[str, Any], b: Batch) -> tuple[jax.Array, Metrics]:
+        policy = params["policy"]
+        x_exit_BSD, x_BSD = hidden_states(policy, b["tokens"], b["segments"], b["positions"], dtype=dtype, remat=remat)
+        with jax.named_scope("loss"):
+            main = weighted_sum(cross_entropy(logits(policy, x_BSD), b["targets"]), b["weights"])
+        if exit_weight == 0:
+            return main, {}
+        with jax.named_scope("exit_loss"):
+            x_exit_BPD, targets_BP = _strided(x_exit_BSD, b["offset"], exit_stride), _strided(b["targets"], b["offset"], exit_stride)
+            exit_BPV = exit_logits(policy, params["exit"], x_exit_BPD)
+            early = weighted_sum(cross_entropy(exit_BPV, targets_BP), b["exit_weights"])
+        return main + exit_weight * early, {"train/main_loss": main, "train/exit_loss": early}
+
+    return Objective(prepare, loss)
+
+
+def _strided(x: jax.Array, offset: jax.Array, stride: int) -> jax.Array:
+    rows, length, *rest = x.shape
+    return jnp.take(x.reshape(rows, length // stride, stride, *rest), offset, axis=2)
+
+
+def exit_distillation(policy: Transformer, exit: ShallowExit, x_exit_BSD: jax.Array, log_probs_BSV: jax.Array,
+                      temperature: float, weights_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(loss, acceptance) of the drafter against the policy's own distribution, as weighted sums.
+
+    loss: cross-entropy from the policy's distribution to the exit's, nats. acceptance: 1 - total variation, the chance
+    that one drafted token stands (Leviathan et al. 2023). No gradient reaches the policy.
+    """
+    with jax.named_scope("exit_loss"):
+        frozen = jax.lax.stop_gradient(policy)
+        q_log_BSV = jax.nn.log_softmax(exit_logits(frozen, exit, jax.lax.stop_gradient(x_exit_BSD)) / temperature, axis=-1)
+        p_BSV = jnp.exp(jax.lax.stop_gradient(log_probs_BSV))
+        overlap_BS = jnp.sum(jnp.minimum(p_BSV, jnp.exp(jax.lax.stop_gradient(q_log_BSV))), axis=-1)
+        return weighted_sum(-jnp.sum(p_BSV * q_log_BSV, axis=-1), weights_BS), weighted_sum(overlap_BS, weights_BS)

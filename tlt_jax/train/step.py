@@ -1,0 +1,85 @@
+"""The one update step of every stage: jitted, donated, sharded.
+
+Shape suffixes: A microbatches, b rows of one microbatch.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from tlt_jax.train.state import Role, TrainState, state_shardings
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+
+class Objective(NamedTuple):
+    """What a phase minimises.
+
+    prepare(batch, step): sees the whole update [A, b, ...] and normalises its weights, so that denominators are
+        global: over all microbatches and all devices.
+    loss(params, microbatch): the microbatch's share of the loss and of each metric; the shares add up.
+    """
+
+    prepare: Callable[[Batch, jax.Array], Batch]
+    loss: Callable[[dict[str, Any], Batch], tuple[jax.Array, Metrics]]
+
+
+def normalised(weights: jax.Array) -> jax.Array:
+    """Weights that sum to 1 over the whole update, or stay 0 where all are 0."""
+    total = jnp.sum(weights)
+    return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1.0), 0.0)
+
+
+def make_update(objective: Objective, roles: dict[str, Role], mesh: Mesh) -> Callable[[TrainState, Batch, Any], tuple[TrainState, Metrics]]:
+    """update(state, batch, progress) -> (state, metrics). Batch arrays are [A, b, ...]; progress in [0, 1] sets the rates.
+
+    The state is donated: use the one that comes back. Metrics are device scalars; `train/grad_norm` (before clipping)
+    and `train/lr` are the policy's, or the first role's where there is none.
+    """
+    transforms = {name: role.transform() for name, role in roles.items()}
+    main = "policy" if "policy" in roles else next(iter(roles))
+
+    def update(state: TrainState, batch: Batch, progress: jax.Array) -> tuple[TrainState, Metrics]:
+        batch = objective.prepare(batch, state.step)
+        grads, metrics = _gradients(objective, state.params, batch)
+        params, opt = {}, {}
+        with jax.named_scope("optimizer"):
+            for name, role in roles.items():
+                updates, opt[name] = transforms[name].update(grads[name], state.opt[name], state.params[name])
+                rate = role.rate(progress)
+                params[name] = jax.tree.map(lambda p, u, rate=rate: p + rate * u, state.params[name], updates)
+        metrics["train/grad_norm"] = optax.global_norm(grads[main])
+        metrics["train/lr"] = roles[main].rate(progress)
+        return TrainState(state.step + 1, params, opt), metrics
+
+    compiled = jax.jit(update, donate_argnums=0, out_shardings=(state_shardings(roles, mesh), None))
+
+    def in_mesh(state: TrainState, batch: Batch, progress: Any) -> tuple[TrainState, Metrics]:
+        with jax.set_mesh(mesh):
+            return compiled(state, batch, progress)
+
+    return in_mesh
+
+
+def _gradients(objective: Objective, params: dict[str, Any], batch: Batch) -> tuple[Any, Metrics]:
+    """Sums of gradients and metrics over the microbatches."""
+
+    def one(microbatch: Batch) -> tuple[Any, Metrics]:
+        with jax.named_scope("forward_backward"):
+            (loss, metrics), grads = jax.value_and_grad(objective.loss, has_aux=True)(params, microbatch)
+        return grads, {**metrics, "train/loss": loss}
+
+    first = {name: array[0] for name, array in batch.items()}
+    if next(iter(batch.values())).shape[0] == 1:
+        return one(first)
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(one, first))
+
+    def add(total, microbatch):
+        return jax.tree.map(jnp.add, total, one(microbatch)), None
+
+    return jax.lax.scan(add, zeros, batch)[0]
