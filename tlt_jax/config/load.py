@@ -45,7 +45,7 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
 
     Raises ConfigError, naming the key, its value, what was expected and the nearest right name.
     """
-    tree = {} if path is None else _read_yaml(Path(path))
+    tree = {} if path is None else read_config_tree(Path(path))
     for override in overrides:
         _apply_override(tree, override)
     try:
@@ -72,7 +72,8 @@ def redacted(config: BaseModel) -> dict[str, Any]:
     return plain(config)
 
 
-def _read_yaml(path: Path) -> dict:
+def read_config_tree(path: Path) -> dict:
+    """The YAML file as plain values, not yet validated. Raises ConfigError if it is not there or not a mapping."""
     if not path.is_file():
         raise ConfigError(f"config file {str(path)!r} does not exist{_nearest(path.name, _yaml_names(path.parent))}")
     try:

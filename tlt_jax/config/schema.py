@@ -271,6 +271,7 @@ class PPOConfig(Section):
     exit_weight: NonNegativeFloat = Field(0.3, description="weight of the drafter's loss, which leaves the policy's gradient alone")
     eval_every: PositiveInt = Field(20, description="steps between evaluations")
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-4)
+    value_optimizer: OptimizerConfig = Field(OptimizerConfig(learning_rate=2e-3), description="the value head's own optimiser")
 
 
 class AlignConfig(Section):
@@ -284,6 +285,8 @@ class SpeculationConfig(Section):
     ngram_min: PositiveInt = Field(2, description="ngram: shortest suffix that counts as a match")
     ngram_max: PositiveInt = Field(4, description="ngram: longest suffix looked for")
     block_verifies: PositiveInt = Field(8, description="verifications in a compiled block, between two looks of the host")
+    slots: PositiveInt = Field(128, description="sequences decoded together; a finished one's slot takes the next prompt")
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="the drafter's own optimiser, in every stage")
 
     @model_validator(mode="after")
     def _order(self):
@@ -301,8 +304,8 @@ class SamplingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    prompts: PositiveInt = Field(128, description="held-out prompts completed at each evaluation of completions")
-    batch_size: PositiveInt = Field(64, description="decoding slots, and rows a scoring batch")
+    prompts: PositiveInt = Field(256, description="held-out prompts completed at each evaluation of completions")
+    batch_size: PositiveInt = Field(64, description="rows of an evaluation's batch")
 
 
 class CheckpointConfig(Section):

@@ -69,10 +69,13 @@ def _same(function: Function, text: str) -> bool:
     if tree is None or len(tree.body) != 1:
         return False
     moved = tree.body[0]
-    return isinstance(moved, Function) and type(moved) is type(function) and _essence(moved) == _essence(function)
+    try:
+        return isinstance(moved, Function) and type(moved) is type(function) and _essence(moved) == _essence(function)
+    except RecursionError:  # an expression too deep to compare
+        return False
 
 
 def _essence(function: Function) -> list[str | None]:
-    returns = function.returns and ast.dump(function.returns)
+    returns = ast.dump(function.returns) if function.returns else None
     generics = [ast.dump(node) for node in getattr(function, "type_params", [])]
     return [function.name, ast.dump(function.args), returns, *generics, *(ast.dump(node) for node in function.body[1:])]

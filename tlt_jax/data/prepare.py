@@ -91,16 +91,16 @@ def _cached(
     config: DataConfig, digest: str, build: Callable[[], _Tokens], counts: dict[str, Any], on_progress: Progress
 ) -> Corpus:
     folder = Path(config.cache_dir).expanduser()
-    tokens = _load(folder, digest, on_progress)
-    is_cached = tokens is not None
-    if tokens is None:
-        tokens = built = build()
-        try:
+    try:
+        tokens = _load(folder, digest, on_progress)
+        is_cached = tokens is not None
+        if tokens is None:
+            tokens = built = build()
             cache.write_entry(folder, digest, lambda path: _store(path, built))
-        except OSError as error:
-            raise ConfigError(
-                f"data.cache_dir is {config.cache_dir!r}; expected a folder that can be written ({error})"
-            ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache_dir is {config.cache_dir!r}; expected a folder that can be written ({error})"
+        ) from None
     on_progress("packing", 0.0)
     train = pack_documents(tokens.train, config.context_length)
     held_out = pack_documents(tokens.held_out, config.context_length)

@@ -42,5 +42,5 @@ def held_out_names(names: Sequence[str], fraction: float, seed: int, what: str) 
 
 def unit_hash(purpose: str, seed: int, name: str) -> float:
     """A number in [0, 1) that (purpose, seed, name) fix, on every machine and in every process."""
-    digest = hashlib.sha256(f"{purpose}\0{seed}\0{name}".encode()).digest()
+    digest = hashlib.sha256(f"{purpose}\0{seed}\0{name}".encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:6], "big") / 2**48

@@ -16,11 +16,17 @@ RL_PHASES = ("policy", "ppo")
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing: its title, and the metrics on it with their words for the legend; `marks` are drawn levels."""
+    """A drawing: its title, and the metrics on it with their words for the legend.
+
+    `marks` are levels drawn as thin lines; `minor` drawings are folded away; `exact` quantities, which follow a rule
+    and carry no noise, are not smoothed.
+    """
 
     title: str
     metrics: tuple[tuple[str, str], ...]
     marks: tuple[float, ...] = ()
+    minor: bool = False
+    exact: bool = False
 
 
 CHARTS = (
@@ -33,17 +39,24 @@ CHARTS = (
     ),
     Chart("Reward", (("rl/reward", "mean"),)),
     Chart("KL to the reference", (("rl/kl", "KL"),)),
-    Chart("KL coefficient", (("rl/kl_coef", "coefficient"),)),
+    Chart("KL coefficient", (("rl/kl_coef", "coefficient"),), exact=True),
     Chart("Entropy, nats a token", (("rl/entropy", "policy"),)),
     Chart("Target calls per token", (("rollout/target_calls_per_token", "speculative"),), marks=(1.0,)),
     Chart("Accepted draft tokens per target call", (("rollout/accepted_length", "accepted"),)),
     Chart("Completions, held-out prompts", (("eval/valid_fraction", "valid"), ("eval/distinct_fraction", "distinct"))),
     Chart("Body nats per token, held out", (("eval/body_nats_per_token", "model"),)),
-    Chart("Completion length, tokens", (("rollout/length_mean", "mean"),)),
-    Chart("Truncated and looping rollouts", (("rollout/truncated_fraction", "truncated"), ("rollout/loop_fraction", "loops"))),
-    Chart("Tokens per second", (("train/tokens_per_second", "training"), ("rollout/tokens_per_second", "rollout"))),
-    Chart("Gradient norm", (("train/grad_norm", "norm"),)),
-    Chart("Learning rate", (("train/lr", "rate"),)),
+    Chart(
+        "Truncated and looping rollouts",
+        (("rollout/truncated_fraction", "truncated"), ("rollout/loop_fraction", "loops")),
+    ),
+    Chart("Completion length, tokens", (("rollout/length_mean", "mean"),), minor=True),
+    Chart(
+        "Tokens per second",
+        (("train/tokens_per_second", "training"), ("rollout/tokens_per_second", "rollout")),
+        minor=True,
+    ),
+    Chart("Gradient norm", (("train/grad_norm", "norm"),), minor=True),
+    Chart("Learning rate", (("train/lr", "rate"),), minor=True, exact=True),
 )
 
 
@@ -62,6 +75,11 @@ def phase_label(stage: str, phase: str) -> str:
     return PHASE_LABELS.get((stage, phase), stage if stage == phase else f"{stage}: {phase}".replace("_", " "))
 
 
+def spoken(label: str) -> str:
+    """A phase's label inside a sentence."""
+    return label.lower().replace("ppo", "PPO")
+
+
 def is_percent(metric: str) -> bool:
     """Whether a metric is a share of one, written in percent."""
     return metric.endswith(PERCENT_ENDINGS)
@@ -77,15 +95,17 @@ def show_value(metric: str, value: float | None) -> str:
 
 
 def show_number(value: float) -> str:
-    """A number to about four digits: 12,345 / 123.4 / 1.234 / 0.01234 / 1.2e-05."""
-    size = abs(value)
+    """A number to about four digits, with a true minus: 12,345 / 123.4 / 12.34 / 1.234 / 0.0123 / 1.2e-5."""
+    size, sign = abs(value), "−" if value < 0 else ""
     if size and size < 1e-3:
-        return f"{value:.1e}"
-    if size >= 1000 or float(value).is_integer():
-        return f"{value:,.0f}"
-    if size >= 100:
-        return f"{value:.1f}"
-    return f"{value:.3f}" if size >= 0.1 else f"{value:.4f}"
+        mantissa, exponent = f"{size:.1e}".split("e")
+        return f"{sign}{mantissa}e{int(exponent)}"
+    if size >= 1000 or float(size).is_integer():
+        return f"{sign}{size:,.0f}"
+    for limit, digits in ((100, 1), (10, 2), (0.1, 3)):
+        if size >= limit:
+            return f"{sign}{size:.{digits}f}"
+    return f"{sign}{size:.4f}"
 
 
 def show_change(metric: str, before: float | None, after: float | None) -> str:

@@ -1,6 +1,6 @@
 """report.html from the figures of a report: one file, no scripts, nothing fetched.
 
-Every text that comes from data passes `escape`, which also makes control characters visible: a completion must be
+Every text that comes from data passes `escape`, which also makes hidden characters visible: a completion must be
 able neither to become markup nor to hide.
 """
 
@@ -21,10 +21,14 @@ KIND_COLOURS = {
 FACT_LABELS = {
     "device": "Device", "device_count": "Devices", "mesh": "Mesh", "parameters": "Parameters", "versions": "Versions",
     "python": "Python", "started": "Started", "finished": "Finished", "seed": "Seed", "drafter": "Drafter",
-    "draft_length": "Draft length", "budget": "Budget", "data": "Data",
+    "draft_length": "Draft length", "evaluation_decoding": "Evaluation", "budget": "Budget", "data": "Data",
 }  # fmt: skip
+SAMPLES_OPEN = 2  # prompts a phase that are not folded away
 LEGEND_DASHES = ("", "7 3", "2 2", "6 2 2 2", "8 2 2 2 2 2", "4 4")
-CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {127: "\u2421"}
+# Control characters and those that reorder the text around them, which a page would not show.
+HIDDEN = {code: f"\\x{code:02x}" for code in (*range(32), 127) if chr(code) not in "\n\t"} | {
+    code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
 
 
 def render_page(report: dict[str, Any]) -> str:
@@ -48,8 +52,8 @@ def render_page(report: dict[str, Any]) -> str:
 
 
 def escape(text: Any) -> str:
-    """Text from data as HTML: escaped, control characters as their pictures, lone surrogates replaced."""
-    clean = str(text).replace("\r\n", "\n").translate(CONTROL).encode("utf-8", "replace").decode("utf-8")
+    """Text from data as HTML: escaped, characters that no page shows as their codes, lone surrogates replaced."""
+    clean = str(text).replace("\r\n", "\n").translate(HIDDEN).encode("utf-8", "replace").decode("utf-8")
     return html.escape(clean, quote=True)
 
 
@@ -90,19 +94,24 @@ def _figures(figures: list[dict[str, Any]]) -> str:
 
 def _facts(facts: dict[str, Any]) -> str:
     names = [name for name in FACT_LABELS if name in facts] + [name for name in facts if name not in FACT_LABELS]
-    rows = [
-        f'<tr><th scope="row">{escape(FACT_LABELS.get(name, name.replace("_", " ").capitalize()))}</th>'
-        f"<td>{escape(_fact(name, facts[name]))}</td></tr>"
-        for name in names
-        if facts[name] is not None
-    ]
-    table = f'<table class="facts">{"".join(rows)}</table>' if rows else '<p class="none">Not recorded.</p>'
+    texts = {name: _fact(name, facts[name]) for name in names if facts[name] is not None}
+    rows = []
+    for name in sorted(texts, key=lambda name: len(texts[name]) > 48):  # long ones last, over both columns
+        label = FACT_LABELS.get(name, name.replace("_", " ").capitalize())
+        wide = ' class="wide"' if len(texts[name]) > 48 else ""
+        rows.append(f"<div{wide}><dt>{escape(label)}</dt><dd>{escape(texts[name])}</dd></div>")
+    table = f'<dl class="facts">{"".join(rows)}</dl>' if rows else '<p class="none">Not recorded.</p>'
     return f'<section><h2 id="setup">What ran on what</h2>{table}</section>'
 
 
 def _fact(name: str, value: Any) -> str:
     if isinstance(value, dict):
-        return " · ".join(f"{key.replace('_', ' ')} {_fact(key, item)}" for key, item in value.items())
+        if "total" in value and "unit" in value:  # a budget reads as an amount
+            value = {_fact("total", value["total"]): value["unit"]} | value
+            del value["total"], value["unit"]
+        if name != "versions":  # packages keep their own spelling
+            value = {key.replace("_", " "): item for key, item in value.items()}
+        return " · ".join(f"{key} {_fact(key, item)}" for key, item in value.items())
     if isinstance(value, list):
         return ", ".join(_fact(name, item) for item in value)
     if name in ("started", "finished") and isinstance(value, int | float):
@@ -122,12 +131,26 @@ def _phase(phase: dict[str, Any]) -> str:
     if not phase["finished"]:
         said.append("not finished")
     note = f'<p class="note">{escape(phase["note"])}</p>' if phase["note"] else ""
-    charts = "".join(_chart(phase, chart) for chart in phase["charts"])
-    charts = f'<div class="charts">{charts}</div>' if charts else '<p class="none">Too few rows to draw curves.</p>'
     return (
         f'<section><h2 id="{escape(_anchor(phase))}">{escape(phase["label"])}</h2>'
-        f'<p class="meta">{escape(" · ".join(said))}</p>{note}{charts}{_samples(phase["samples"])}</section>'
+        f'<p class="meta">{escape(" · ".join(said))}</p>{note}{_charts(phase)}{_samples(phase["samples"])}</section>'
     )
+
+
+def _charts(phase: dict[str, Any]) -> str:
+    """The phase's main drawings, and the minor ones folded away."""
+    main = [chart for chart in phase["charts"] if not chart["minor"]]
+    minor = [chart for chart in phase["charts"] if chart["minor"]]
+    if not main:
+        main, minor = minor, []
+    if not main:
+        return '<p class="none">Too few rows to draw curves.</p>'
+    result = f'<div class="charts">{"".join(_chart(phase, chart) for chart in main)}</div>'
+    if minor:
+        titles = " · ".join(chart["title"].lower() for chart in minor)
+        drawings = "".join(_chart(phase, chart) for chart in minor)
+        result += f'<details><summary>More: {escape(titles)}</summary><div class="charts">{drawings}</div></details>'
+    return result
 
 
 def _anchor(phase: dict[str, Any]) -> str:
@@ -135,16 +158,21 @@ def _anchor(phase: dict[str, Any]) -> str:
 
 
 def _chart(phase: dict[str, Any], chart: dict[str, Any]) -> str:
-    lines = [Series(line["label"], line["steps"], [_number(v) for v in line["values"]]) for line in chart["series"]]
-    svg = curve_svg(lines, f"{_anchor(phase)} {chart['title']}", chart["percent"], chart["marks"])
+    svg = curve_svg(
+        [Series(line["steps"], [_number(value) for value in line["values"]]) for line in chart["series"]],
+        key=f"{_anchor(phase)} {chart['title']}",
+        last_step=chart["last_step"],
+        percent=chart["percent"],
+        marks=chart["marks"],
+        exact=chart["exact"],
+    )
     svg = svg.replace("<svg", f'<svg class="chart" role="img" aria-label="{escape(chart["title"])}"', 1)
     keys = []
     for index, line in enumerate(chart["series"]):
-        last = next((value for value in reversed(line["values"]) if value is not None), None)
         keys.append(
             f'<span class="key"><svg viewBox="0 0 22 8" aria-hidden="true"><path d="M0 4H22" fill="none" '
             f'stroke="var(--c{index % 6 + 1})" stroke-width="2.5" stroke-dasharray="{LEGEND_DASHES[index % 6]}"/></svg>'
-            f"{escape(line['label'])} {escape(show_value(line['metric'], last))}</span>"
+            f"{escape(line['label'])} {escape(show_value(line['metric'], line['last']))}</span>"
         )
     return f"<figure><figcaption><b>{escape(chart['title'])}</b>{''.join(keys)}</figcaption>{svg}</figure>"
 
@@ -168,7 +196,11 @@ def _samples(samples: dict[str, Any]) -> str:
             f"{_completion('Before', pair['before'])}{_completion(samples['when'].capitalize(), pair['after'])}</div>"
             f"{reference}</div>"
         )
-    return f"<h3>Completions before and after{shown}</h3>{''.join(blocks)}"
+    folded = ""
+    if len(blocks) > SAMPLES_OPEN:
+        rest = blocks[SAMPLES_OPEN:]
+        folded = f"<details><summary>{len(rest)} more</summary>{''.join(rest)}</details>"
+    return f"<h3>Completions before and after{shown}</h3>{''.join(blocks[:SAMPLES_OPEN])}{folded}"
 
 
 def _completion(title: str, sample: dict[str, Any] | None) -> str:
@@ -176,7 +208,8 @@ def _completion(title: str, sample: dict[str, Any] | None) -> str:
         return f'<div><h4>{escape(title)}</h4><p class="none">not kept</p></div>'
     tag = ""
     if sample["valid"] is not None:
-        tag = ' · <span class="tag yes">✓ valid</span>' if sample["valid"] else ' · <span class="tag no">✗ not valid</span>'
+        kind, words = ("yes", "✓ valid") if sample["valid"] else ("no", "✗ not valid")
+        tag = f' · <span class="tag {kind}">{words}</span>'
     text = escape(sample["completion"]) if sample["completion"] else '<span class="none">(empty)</span>'
     return f"<div><h4>{escape(title)}{tag}</h4><pre>{text}</pre></div>"
 
@@ -198,10 +231,12 @@ def _time(phases: list[dict[str, Any]], total: dict[str, float]) -> str:
             if times.get(kind) and seconds
         )
         bars.append(
-            f'<span>{escape(phase["label"])}</span><span class="bar" style="width:{100 * seconds / longest:.2f}%">{parts}'
-            f"</span><span>{escape(show_seconds(seconds))}</span>"
+            f'<span>{escape(phase["label"])}</span><span>{escape(show_seconds(seconds))}</span>'
+            f'<span class="bar" style="width:{100 * seconds / longest:.2f}%">{parts}</span>'
         )
-    legend = "".join(f'<span><span class="dot" style="background:{_colour(kind)}"></span>{escape(kind)}</span>' for kind in kinds)
+    legend = "".join(
+        f'<span><span class="dot" style="background:{_colour(kind)}"></span>{escape(kind)}</span>' for kind in kinds
+    )
     return (
         f'<section><h2 id="time">Where the time went</h2><div class="bars">{"".join(bars)}</div>'
         f'<div class="legend">{legend}</div>{_time_table(phases, total, kinds)}</section>'
@@ -212,7 +247,7 @@ def _time_table(phases: list[dict[str, Any]], total: dict[str, float], kinds: Se
     head = "".join(f'<th scope="col" class="n">{escape(kind)}</th>' for kind in kinds)
     rows = [
         f'<tr><th scope="row">{escape(phase["label"])}</th>'
-        + _cells(show_seconds(_times(phase).get(kind) or None) for kind in [*kinds])
+        + _cells(show_seconds(_times(phase).get(kind) or None) for kind in kinds)
         + _cells([show_seconds(sum(_times(phase).values()))])
         + "</tr>"
         for phase in phases
@@ -228,8 +263,8 @@ def _time_table(phases: list[dict[str, Any]], total: dict[str, float], kinds: Se
         + "</tr>"
     )
     return (
-        f'<div class="scroll"><table><thead><tr><th scope="col">Phase</th>{head}<th scope="col" class="n">all</th></tr>'
-        f"</thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f'<div class="scroll" tabindex="0"><table><thead><tr><th scope="col">Phase</th>{head}'
+        f'<th scope="col" class="n">all</th></tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
     )
 
 
@@ -252,7 +287,7 @@ def _all_metrics(phases: list[dict[str, Any]]) -> str:
         before, after = phase["before"] or {}, phase["after"] or {}
         names = list(dict.fromkeys([*before, *after]))
         rows = "".join(
-            f'<tr><th scope="row">{escape(name)}</th>'
+            f'<tr><th scope="row">{escape(name).replace("_", "_<wbr>")}</th>'
             + _cells(
                 [
                     _measured(name, before), _measured(name, after),
@@ -264,11 +299,12 @@ def _all_metrics(phases: list[dict[str, Any]]) -> str:
         )
         rows = rows or '<tr><td colspan="4" class="none">nothing was measured before or after</td></tr>'
         groups.append(f'<tbody><tr class="group"><th colspan="4">{escape(phase["label"])}</th></tr>{rows}</tbody>')
+    title = '<h2 id="metrics">Before and after each phase</h2>'
     if not groups:
-        return '<section><h2 id="metrics">Before and after each phase</h2><p class="none">No phase has run.</p></section>'
+        return f'<section>{title}<p class="none">No phase has run.</p></section>'
     head = "".join(f'<th scope="col" class="n">{word}</th>' for word in ("Before", "After", "Change"))
     return (
-        '<section><h2 id="metrics">Before and after each phase</h2><table class="all"><thead><tr>'
+        f'<section>{title}<table class="all"><thead><tr>'
         f'<th scope="col">Metric</th>{head}</tr></thead>{"".join(groups)}</table></section>'
     )
 

@@ -24,26 +24,32 @@ _INK, _GRID = "#0a0a0a", "#0b0b0b"
 class Series:
     """One line: `steps` and `values` of the same length; NaN makes a gap."""
 
-    label: str
     steps: Sequence[float]
     values: Sequence[float]
 
 
-def smooth(values: Sequence[float], window: float) -> list[float]:
-    """Exponential moving average over about `window` points, corrected for its start as Adam's moments are.
+def smooth(values: Sequence[float], half: int) -> list[float]:
+    """Running mean over the `half` points on either side, so that it lags behind nothing.
 
-    m_t = d m_{t-1} + (1 - d) v_t with d = 1 - 1 / window, divided by 1 - d^t. A NaN stays NaN and leaves the mean alone.
+    Towards an end the window narrows, down to half its reach: at full width a steep start would be flattened, and with
+    no width at all the line would end in one noisy value. A NaN stays NaN and is left out of its neighbours' means.
     """
-    decay = 1.0 - 1.0 / max(window, 1.0)
-    mean, weight, result = 0.0, 0.0, []
+    sums, counts = [0.0], [0]
     for value in values:
-        if math.isnan(value):
-            result.append(value)
-            continue
-        mean = decay * mean + (1.0 - decay) * value
-        weight = decay * weight + (1.0 - decay)
-        result.append(mean / weight)
+        known = not math.isnan(value)
+        sums.append(sums[-1] + (value if known else 0.0))
+        counts.append(counts[-1] + known)
+    result = []
+    for index, value in enumerate(values):
+        reach = min(half, max(half // 2, min(index, len(values) - 1 - index)))
+        low, high = max(0, index - reach), min(len(values), index + reach + 1)
+        result.append(value if math.isnan(value) else (sums[high] - sums[low]) / (counts[high] - counts[low]))
     return result
+
+
+def strong_line(values: Sequence[float], exact: bool = False) -> list[float]:
+    """What is drawn strong: the values smoothed over a tenth of them, or as they are where few or `exact`."""
+    return list(values) if exact or len(values) < SMOOTH_FROM else smooth(values, len(values) // 20)
 
 
 def thin(steps: Sequence[float], values: Sequence[float], points: int = MAX_POINTS) -> tuple[list[float], list[float]]:
@@ -62,19 +68,28 @@ def thin(steps: Sequence[float], values: Sequence[float], points: int = MAX_POIN
     return [steps[i] for i in kept], [values[i] for i in kept]
 
 
-def curve_svg(series: Sequence[Series], key: str, percent: bool = False, marks: Sequence[float] = ()) -> str:
+def curve_svg(
+    series: Sequence[Series],
+    key: str,
+    *,
+    last_step: float,
+    percent: bool = False,
+    marks: Sequence[float] = (),
+    exact: bool = False,
+) -> str:
     """An `<svg>` element with one line a series: the raw line light, its smoothed line strong.
 
     Legend and title are left to the page, which sets them in its own type. `key` names the drawing, so that ids
-    inside it differ from other drawings' on the page; `percent` labels the axis in percent; `marks` are levels drawn
-    as thin lines (a baseline). Values that are not finite leave gaps.
+    inside it differ from other drawings' on the page. The horizontal axis runs from 0 to `last_step`, so that the
+    drawings of a phase line up; `percent` labels the vertical axis in percent; `marks` are levels drawn as thin lines
+    (a baseline); `exact` lines are not smoothed. Values that are not finite leave gaps.
     """
     import matplotlib  # half a second, which only a report should pay
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    settings = {"svg.fonttype": "none", "svg.hashsalt": key, "font.size": 8.0, "path.simplify": True}
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": key, "font.size": 8.0, "path.simplify": True}
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(3.6, 2.0))
         FigureCanvasSVG(figure)
@@ -82,7 +97,8 @@ def curve_svg(series: Sequence[Series], key: str, percent: bool = False, marks: 
         for level in marks:
             axes.axhline(level, color=_INK, linewidth=0.7, alpha=0.5, linestyle=(0, (2, 2)))
         for index, line in enumerate(series):
-            _draw_line(axes, line, index)
+            _draw_line(axes, line, index, exact)
+        axes.set_xlim(0, last_step or 1)
         _set_limits(axes, series, marks)
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
@@ -93,22 +109,25 @@ def curve_svg(series: Sequence[Series], key: str, percent: bool = False, marks: 
         axes.yaxis.set_major_locator(MaxNLocator(4))
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
-        ticks = axes.get_yticks()
-        digits = _digits(ticks, percent)
+        digits = _digits([float(tick) for tick in axes.get_yticks()], percent)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, digits, percent)))
         buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     return _for_page(buffer.getvalue())
 
 
-def _draw_line(axes: Any, line: Series, index: int) -> None:
+def _draw_line(axes: Any, line: Series, index: int, exact: bool) -> None:
     colour, style = _COLOURS[index % len(_COLOURS)], LINE_STYLES[index % len(LINE_STYLES)]
     values = [value if math.isfinite(value) else math.nan for value in line.values]
     if len(values) < SMOOTH_FROM:
-        axes.plot(line.steps, values, color=colour, linewidth=1.5, linestyle=style, marker="o", markersize=2.8)
+        axes.plot(line.steps, values, color=colour, linewidth=1.5, linestyle=style, marker="o", markersize=2.8,
+                  clip_on=False)  # fmt: skip
         return
-    axes.plot(*thin(line.steps, values), color=colour, linewidth=0.7, alpha=0.28)
-    axes.plot(*thin(line.steps, smooth(values, len(values) / 20)), color=colour, linewidth=1.5, linestyle=style)
+    strong = strong_line(values, exact)
+    if not exact:
+        axes.plot(*thin(line.steps, values), color=colour, linewidth=0.7, alpha=0.28)
+    axes.plot(*thin(line.steps, strong), color=colour, linewidth=1.5, linestyle=style)
 
 
 def _set_limits(axes: Any, series: Sequence[Series], marks: Sequence[float]) -> None:
@@ -129,19 +148,23 @@ def _set_limits(axes: Any, series: Sequence[Series], marks: Sequence[float]) -> 
 
 
 def _digits(ticks: Sequence[float], percent: bool) -> int:
-    gap = float(ticks[1] - ticks[0]) * (100 if percent else 1) if len(ticks) > 1 else 1.0
-    return max(0, -math.floor(math.log10(gap) + 1e-9) + (1 if round(gap / 10 ** math.floor(math.log10(gap)), 6) % 1 else 0))
+    """Decimals that tell neighbouring ticks apart."""
+    gap = (ticks[1] - ticks[0]) * (100 if percent else 1) if len(ticks) > 1 else 1.0
+    digits = 0
+    while digits < 12 and abs(round(gap, digits) - gap) > 1e-6 * gap:
+        digits += 1
+    return digits
 
 
 def _tick(value: float, digits: int = 0, percent: bool = False) -> str:
     if percent:
         return f"{100 * value:.{digits}f}%"
-    if value and (digits > 4 or abs(value) >= 1e7):
-        mantissa, exponent = f"{value:.2g}".split("e") if "e" in f"{value:.2g}" else (f"{value:.2g}", "")
-        return f"{mantissa}e{int(exponent)}" if exponent else mantissa
     if abs(value) >= 10_000:
-        return f"{value / 1000:g}k"
-    return f"{value:.{digits}f}"
+        return f"{value / 1000:g}k" if abs(value) < 1e7 else f"{value:.1e}".replace("e+0", "e")
+    if digits <= 3:
+        return f"{value:.{digits}f}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}" if value else "0"
 
 
 def _for_page(svg: str) -> str:

@@ -14,9 +14,10 @@ from typing import Any
 
 import yaml
 
-from tlt_jax.observe.figures import RL_PHASES, charts_for, is_percent, phase_label, show_number, show_value
+from tlt_jax.observe.figures import RL_PHASES, charts_for, is_percent, phase_label, show_number, show_value, spoken
 from tlt_jax.observe.files import plain, read_json, write_json, write_text_atomically
 from tlt_jax.observe.metrics import read_rows
+from tlt_jax.observe.plots import strong_line
 
 STAGE_PHASES = {"pretrain": ("pretrain",), "finetune": ("warmup", "policy"), "align": ("reward_model", "ppo")}
 SAMPLES_SHOWN = 4  # prompts a phase
@@ -127,7 +128,7 @@ def _phases(rows: list[Row], samples: list[Row], results: list[Row]) -> list[dic
                 "label": phase_label(str(stage), str(phase)),
                 "finished": (stage, phase) in done,
                 "last": _last_values(own),
-                "charts": _charts(own),
+                "charts": _charts(own, result.get("before") or {}, result.get("after") or {}),
                 "samples": _samples([s for s in samples if (s.get("stage"), s.get("phase")) == (stage, phase)]),
             }
         )
@@ -158,21 +159,39 @@ def _last_values(rows: list[Row]) -> dict[str, float]:
     return last
 
 
-def _charts(rows: list[Row]) -> list[dict[str, Any]]:
-    """Every chart that the phase has two points or more for; null stands where a value was not finite."""
-    names = {name for row in rows for name in row if "/" in name}
+def _charts(rows: list[Row], before: Row, after: Row) -> list[dict[str, Any]]:
+    """Every chart that the phase has two points or more for; null stands where a value was not finite.
+
+    "last" of a line is where its smoothed line ends, as the last value of a noisy metric says little.
+    What was measured before the phase stands at step 0, and after it at its last step.
+    """
+    last_step = max((_phase_step(row) for row in rows), default=0)
     charts = []
-    for chart in charts_for(names):
-        series = []
+    for chart in charts_for({name for row in rows for name in row if "/" in name}):
+        series: list[dict[str, Any]] = []
         for metric, label in chart.metrics:
-            points = [(row.get("phase_step", row["step"]), row[metric]) for row in rows if metric in row]
+            points = [(_phase_step(row), row[metric]) for row in rows if metric in row]
+            if not points:  # two ends alone are for the table
+                continue
+            if before.get(metric) is not None:
+                points.insert(0, (0, before[metric]))
+            if after.get(metric) is not None and points[-1][0] < last_step:
+                points.append((last_step, after[metric]))
             if sum(value is not None for _, value in points) >= 2:
                 steps, values = [step for step, _ in points], [value for _, value in points]
-                series.append({"metric": metric, "label": label, "steps": steps, "values": values})
+                strong = strong_line([math.nan if value is None else value for value in values], chart.exact)
+                last = next(value for value in reversed(strong) if not math.isnan(value))
+                series.append({"metric": metric, "label": label, "last": last, "steps": steps, "values": values})
         if series:
             percent = is_percent(series[0]["metric"])
-            charts.append({"title": chart.title, "percent": percent, "marks": list(chart.marks), "series": series})
+            drawn = {"title": chart.title, "minor": chart.minor, "exact": chart.exact, "marks": list(chart.marks)}
+            charts.append(drawn | {"percent": percent, "last_step": last_step, "series": series})
     return charts
+
+
+def _phase_step(row: Row) -> int:
+    step = row.get("phase_step")
+    return row["step"] if step is None else step
 
 
 def _samples(samples: list[Row]) -> dict[str, Any]:
@@ -185,11 +204,11 @@ def _samples(samples: list[Row]) -> dict[str, Any]:
         after = [sample for sample in during if sample["step"] == during[-1]["step"]] if during else []
         when = f"at step {after[0]['step']}" if after else "after"
     prompts = list(dict.fromkeys(str(sample.get("prompt", "")) for sample in [*after, *before]))
-    pairs = [
-        {"prompt": prompt, "before": _of_prompt(before, prompt), "after": _of_prompt(after, prompt)} for prompt in prompts
-    ]
-    for pair in pairs:
-        pair["reference"] = next((s["reference"] for s in (pair["before"], pair["after"]) if s and s["reference"]), None)
+    pairs = []
+    for prompt in prompts:
+        ends = _of_prompt(before, prompt), _of_prompt(after, prompt)
+        reference = next((end["reference"] for end in ends if end and end["reference"]), None)
+        pairs.append({"prompt": prompt, "before": ends[0], "after": ends[1], "reference": reference})
     return {"when": when, "kept": len(pairs), "pairs": pairs[:SAMPLES_SHOWN]}
 
 
@@ -207,9 +226,11 @@ def _missing_phases(phases: list[dict[str, Any]], stages: list[str]) -> list[str
     for stage in stages:
         lacking = [phase_label(stage, phase) for phase in STAGE_PHASES.get(stage, ()) if (stage, phase) not in there]
         missing += [f"{label}: the run has no rows of this phase." for label in lacking]
-    missing += [f"{phase['label']}: not finished; figures are those of its rows." for phase in phases if not phase["finished"]]
-    lacking = [phase["label"] for phase in phases if not phase["samples"]["pairs"]]
-    if phases and lacking:
+    unfinished = [phase["label"] for phase in phases if not phase["finished"]]
+    missing += [f"{label}: not finished; figures are those of its rows." for label in unfinished]
+    # A reward model completes nothing, so that it has none to keep.
+    lacking = [p["label"] for p in phases if not p["samples"]["pairs"] and p["phase"] != "reward_model"]
+    if lacking:
         missing.append(f"No completions were kept for: {', '.join(lacking)}.")
     return missing
 
@@ -230,9 +251,9 @@ def _bits_per_byte(phases: list[dict[str, Any]]) -> dict[str, Any] | None:
     if not ends:
         return None
     phase, before, after = ends[0]
-    detail = f"held-out text, {phase['label'].lower()}"
+    detail = f"held-out text, {spoken(phase['label'])}"
     if len(ends) > 1:
-        detail += f"; {show_value(metric, ends[-1][2])} after {ends[-1][0]['label'].lower()}"
+        detail += f"; {show_value(metric, ends[-1][2])} after {spoken(ends[-1][0]['label'])}"
     return _figure("Bits per byte", metric, before, after, detail)
 
 
@@ -243,7 +264,7 @@ def _valid_completions(phases: list[dict[str, Any]]) -> dict[str, Any] | None:
     if not ends:
         return None
     detail = "held-out prompts, after " + ", ".join(
-        f"{phase['label'].split(': ')[-1].lower()} {show_value(metric, after)}" for phase, _, after in ends
+        f"{spoken(phase['label'].split(': ')[-1])} {show_value(metric, after)}" for phase, _, after in ends
     )
     return _figure("Valid completions", metric, ends[0][1], ends[-1][2], detail)
 
@@ -255,7 +276,7 @@ def _reward_accuracy(phases: list[dict[str, Any]]) -> dict[str, Any] | None:
             against = "no length-only baseline was measured"
             if length is not None:
                 against = f"length alone gets {show_value('eval/accuracy', length)}"
-            return _figure("Reward-model accuracy", "eval/accuracy", None, accuracy, f"held-out pairs; {against}")
+            return _figure("Reward model", "eval/accuracy", None, accuracy, f"accuracy on held-out pairs; {against}")
     return None
 
 
@@ -317,11 +338,12 @@ def _total_time(phases: list[dict[str, Any]]) -> dict[str, float]:
 def _footnotes(phases: list[Row], rows: list[Row], config: dict[str, Any], facts: Row) -> list[str]:
     """What a careful reader would ask."""
     notes = []
-    loops = [(p["label"], p["last"].get("rollout/loop_fraction", (p["after"] or {}).get("eval/loop_fraction"))) for p in phases]
-    loops = [(label, share) for label, share in loops if share is not None]
-    if loops:
-        shares = ", ".join(f"{label} {show_value('_fraction', share)}" for label, share in loops)
-        notes.append(f"Completions that end in a loop can still be valid. Their share at the last measurement: {shares}.")
+    loops = [(phase["label"], _ends(phase, "eval/loop_fraction")[1], phase["last"]) for phase in phases]
+    shares = [(label, last.get("rollout/loop_fraction") if share is None else share) for label, share, last in loops]
+    measured = [(label, share) for label, share in shares if share is not None]
+    said = ", ".join(f"{spoken(label)} {show_value('_fraction', share)}" for label, share in measured)
+    if said:
+        notes.append(f"Completions that end in a loop can still be valid. Their share at the last measurement: {said}.")
     elif any("eval/valid_fraction" in phase["last"] or phase["after"] for phase in phases):
         notes.append("The share of completions that end in a loop was not measured.")
     temperature = (config.get("sampling") or {}).get("temperature")
@@ -344,6 +366,9 @@ def _footnotes(phases: list[Row], rows: list[Row], config: dict[str, Any], facts
         )
     nulls = sum(value is None for row in rows for name, value in row.items() if "/" in name)
     if nulls:
-        notes.append(f"{nulls} measured values were not finite (NaN or infinite); curves have gaps there.")
-    notes.append("Curves: the light line is every step, the strong line a running mean over a twentieth of the phase.")
+        notes.append(f"Measured values that were not finite (NaN or infinite): {nulls}; curves have gaps there.")
+    notes.append(
+        "Curves: the light line is every step, the strong line a running mean over a tenth of the phase. The number "
+        "beside a curve's name is where its strong line ends."
+    )
     return notes

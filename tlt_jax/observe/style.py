@@ -35,9 +35,8 @@ nav a:hover { text-decoration: underline; }
 .warning ul { margin: .35rem 0 0; padding-left: 1.2rem; }
 .warning li { overflow-wrap: anywhere; }
 
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(12rem, 1fr)); gap: 1px; margin: 2rem 0 0;
-  background: var(--rule); border: 1px solid var(--rule); }
-.figures > div { background: var(--paper); padding: 1rem 1.1rem 1.1rem; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(12rem, 1fr)); gap: 1px; margin: 2rem 1px 0; }
+.figures > div { box-shadow: 0 0 0 1px var(--rule); padding: 1rem 1.1rem 1.1rem; }
 .figures h2 { font-size: .875rem; font-weight: 600; margin: 0; letter-spacing: 0; }
 .figures .big { font-size: 1.65rem; line-height: 1.2; font-weight: 650; margin: .35rem 0 .3rem; white-space: nowrap;
   letter-spacing: -.02em; font-variant-numeric: tabular-nums; }
@@ -48,33 +47,42 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { padding: .4rem .75rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule); }
 th:first-child, td:first-child { padding-left: 0; }
 th:last-child, td:last-child { padding-right: 0; }
-thead th { color: var(--soft); font-weight: 600; font-size: .8125rem; border-bottom-color: var(--soft); vertical-align: bottom; }
+thead th { color: var(--soft); font-weight: 600; font-size: .8125rem; border-bottom-color: var(--soft);
+  vertical-align: bottom; }
 td.n, th.n { text-align: right; white-space: nowrap; }
-.facts { width: 100%; }
-.facts th { width: 11rem; font-weight: 500; color: var(--soft); }
-.facts td { overflow-wrap: anywhere; }
+.facts { display: grid; grid-template-columns: 1fr 1fr; gap: 0 2.5rem; margin: 0; font-size: .9rem;
+  font-variant-numeric: tabular-nums; }
+.facts > div { display: flex; gap: 1rem; padding: .4rem 0; border-bottom: 1px solid var(--rule); min-width: 0; }
+.facts .wide { grid-column: 1 / -1; }
+.facts dt { flex: 0 0 7.5rem; color: var(--soft); }
+.facts dd { margin: 0; min-width: 0; overflow-wrap: anywhere; }
 .all { width: 100%; }
-.all tbody th { font-weight: 400; overflow-wrap: anywhere; }
-.all tbody tr.group th { font-weight: 650; padding-top: 1.3rem; }
+tbody th { font-weight: 400; overflow-wrap: anywhere; }
+.all tr.group th { font-weight: 650; padding-top: 1.3rem; }
 .scroll { overflow-x: auto; }
-.scroll table { min-width: 34rem; width: 100%; }
-tr.sum > * { font-weight: 650; border-bottom: 0; }
+.scroll table { width: 100%; }
+.scroll th, .scroll td { white-space: nowrap; }
+.scroll th:first-child { position: sticky; left: 0; background: var(--paper); padding-right: .9rem; }
+tr.sum > *, tr.sum > th { font-weight: 650; border-bottom: 0; }
 
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(18.5rem, 100%), 1fr)); gap: 1.6rem 1.75rem;
   margin: 1.4rem 0 0; }
-figure { margin: 0; min-width: 0; break-inside: avoid; }
+figure { display: flex; flex-direction: column; margin: 0; min-width: 0; break-inside: avoid; }
 figcaption { margin-bottom: .35rem; line-height: 1.35; }
 figcaption b { display: block; color: var(--ink); font-size: .9375rem; font-weight: 600; }
 .key { display: inline-block; margin-right: .9rem; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .key svg { width: 22px; height: 8px; margin-right: .35rem; vertical-align: 1px; }
-.chart { display: block; width: 100%; height: auto; overflow: visible; color: var(--soft); font-family: inherit; }
+.chart { display: block; width: 100%; margin-top: auto; height: auto; overflow: visible; color: var(--soft);
+  font-family: inherit; }
 .chart * { stroke-linejoin: round; stroke-linecap: butt; }
 
-.bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: .45rem .9rem; align-items: center;
+.bars { display: grid; grid-template-columns: max-content max-content 1fr; gap: .45rem .9rem; align-items: center;
   font-size: .9rem; font-variant-numeric: tabular-nums; }
+.bars > span:nth-child(3n + 2) { text-align: right; }
 .bar { display: flex; height: 1.15rem; min-width: 3px; overflow: hidden; }
 .bar i { display: block; height: 100%; border-right: 1px solid var(--paper); }
-.legend { margin: .9rem 0 1.4rem; font-size: .875rem; color: var(--soft); display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; }
+.legend { margin: .9rem 0 1.4rem; font-size: .875rem; color: var(--soft); display: flex; flex-wrap: wrap;
+  gap: .2rem 1.1rem; }
 .dot { display: inline-block; width: .7em; height: .7em; margin-right: .4em; }
 .bar i, .dot { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 
@@ -84,7 +92,8 @@ figcaption b { display: block; color: var(--ink); font-size: .9375rem; font-weig
 .pair > div { min-width: 0; }
 pre { margin: 0; font: .8125rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace;
   white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4; }
-.pair pre, .sample details pre { padding: .6rem .7rem; background: var(--paper); border: 1px solid var(--rule); min-height: 2.7rem; }
+.pair pre, .sample details pre { padding: .6rem .7rem; background: var(--paper); border: 1px solid var(--rule);
+  min-height: 2.7rem; }
 .tag { font-weight: 600; }
 .tag.yes { color: var(--good); }
 .tag.no { color: var(--bad); }
@@ -92,8 +101,10 @@ pre { margin: 0; font: .8125rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consola
 details { margin-top: .8rem; font-size: .875rem; }
 summary { cursor: pointer; color: var(--soft); }
 details pre { margin-top: .5rem; }
+.notes { max-width: 46rem; padding-left: 1.2rem; }
 .notes li { margin: .4rem 0; }
-footer { margin-top: 3rem; padding-top: .8rem; border-top: 1px solid var(--rule); color: var(--soft); font-size: .8125rem; }
+footer { margin-top: 3rem; padding-top: .8rem; border-top: 1px solid var(--rule); color: var(--soft);
+  font-size: .8125rem; }
 
 @media (max-width: 40rem) {
   body { padding: 1.5rem 1rem 3rem; }
@@ -102,11 +113,10 @@ footer { margin-top: 3rem; padding-top: .8rem; border-top: 1px solid var(--rule)
   .figures { grid-template-columns: 1fr; }
   .pair { grid-template-columns: 1fr; }
   .sample { margin-left: -1rem; margin-right: -1rem; border-radius: 0; padding: 1rem; }
-  .facts th { width: 7.5rem; }
+  .facts { grid-template-columns: 1fr; }
   th, td { padding: .4rem .4rem; }
   .bars { grid-template-columns: 1fr max-content; gap: .15rem .6rem; }
   .bars .bar { grid-column: 1 / -1; margin-bottom: .5rem; }
-  .bars > span:nth-child(3n) { grid-row: auto; order: 0; }
   .charts { gap: 1.9rem; }
 }
 @media print {

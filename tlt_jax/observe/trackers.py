@@ -24,7 +24,10 @@ class TensorBoardTracker:
         """`purge_step`: the first step that will be logged again; TensorBoard drops what it had from there on."""
         from tensorboardX import SummaryWriter  # slow to import, and only a training run needs it
 
-        self._writer = SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=purge_step)
+        folder = Path(run_dir) / "tensorboard"
+        # Event files are named by the second: without a number, a run resumed within it would overwrite what it had.
+        number = len(list(folder.glob("events.*")))
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=f".{number}")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record the numbers among `values`; NaN and infinities are left out, as TensorBoard cannot draw them."""

@@ -22,7 +22,8 @@ class Objective(NamedTuple):
 
     prepare(batch, step): sees the whole update [A, b, ...] and normalises its weights, so that denominators are
         global: over all microbatches and all devices.
-    loss(params, microbatch): the microbatch's share of the loss and of each metric; the shares add up.
+    loss(params, microbatch): the microbatch's share of the loss and of each metric; the shares add up. A metric whose
+        name ends in "_max" is the largest of the microbatches' instead.
     """
 
     prepare: Callable[[Batch, jax.Array], Batch]
@@ -80,6 +81,8 @@ def _gradients(objective: Objective, params: dict[str, Any], batch: Batch) -> tu
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(one, first))
 
     def add(total, microbatch):
-        return jax.tree.map(jnp.add, total, one(microbatch)), None
+        grads, metrics = one(microbatch)
+        combined = {name: (jnp.maximum if name.endswith("_max") else jnp.add)(total[1][name], value) for name, value in metrics.items()}
+        return (jax.tree.map(jnp.add, total[0], grads), combined), None
 
     return jax.lax.scan(add, zeros, batch)[0]

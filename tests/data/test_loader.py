@@ -1,0 +1,98 @@
+"""The loader: shapes, orders, exact resumption; held-out batches."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tlt_jax.config import ConfigError
+from tlt_jax.data.loader import held_out_batches, make_loader
+from tlt_jax.data.packing import pack_documents
+
+
+def rows_of(count, length=4):
+    """Row i holds i+1 alone."""
+    return pack_documents([np.full(length, i + 1, np.int32) for i in range(count)], length)
+
+
+def names(batch):
+    return batch["tokens"][..., 0].ravel().tolist()
+
+
+def test_shapes_and_types():
+    batch = next(make_loader(rows_of(10), 6, 3, seed=0))
+    assert {name: array.shape for name, array in batch.items()} == dict.fromkeys(
+        ["tokens", "targets", "weights", "segments", "positions"], (3, 2, 4)
+    )
+    assert batch["weights"].dtype == np.float32 and batch["tokens"].dtype == np.int32
+
+
+def test_each_epoch_shows_every_row_once_in_another_order():
+    loader = make_loader(rows_of(12), 4, 1, seed=3)
+    epochs = [[name for _ in range(3) for name in names(next(loader))] for _ in range(3)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(1, 13))] * 3
+    assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != list(range(1, 13))
+
+
+def test_the_seed_fixes_the_order_and_accumulation_does_not_change_it():
+    def first(seed, accumulation=1):
+        return names(next(make_loader(rows_of(40), 8, accumulation, seed)))
+
+    assert first(0) == first(0) == first(0, 4)
+    assert first(0) != first(1)
+
+
+def test_epochs_run_on_across_a_batch():
+    loader = make_loader(rows_of(5), 2, 1, seed=0)
+    seen = [name for _ in range(5) for name in names(next(loader))]
+    assert sorted(seen[:5]) == sorted(seen[5:]) == [1, 2, 3, 4, 5]
+
+
+def test_fewer_rows_than_a_batch():
+    assert sorted(names(next(make_loader(rows_of(2), 6, 2, seed=0)))) == [1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 5, 6, 7, 11])  # 5 rows by 2: epochs end within and between batches
+def test_resuming_is_exact_at_any_step(steps):
+    loader = make_loader(rows_of(5), 2, 1, seed=7)
+    for _ in range(steps):
+        next(loader)
+    state = json.loads(json.dumps(loader.get_state()))
+    expected = [names(next(loader)) for _ in range(8)]
+    fresh = make_loader(rows_of(5), 2, 1, seed=7)
+    fresh.set_state(state)
+    assert [names(next(fresh)) for _ in range(8)] == expected
+    loader.set_state(state)  # and backwards
+    assert [names(next(loader)) for _ in range(8)] == expected
+
+
+def test_a_state_that_counts_other_things_is_refused():
+    state = make_loader(rows_of(5), 2, 1, seed=0).get_state()
+    for loader in [
+        make_loader(rows_of(6), 2, 1, 0),
+        make_loader(rows_of(5), 4, 1, 0),
+        make_loader(rows_of(5), 2, 1, 1),
+    ]:
+        with pytest.raises(ConfigError, match="data position: saved with"):
+            loader.set_state(state)
+
+
+def test_user_errors():
+    with pytest.raises(ConfigError, match="no rows to train on"):
+        make_loader(rows_of(0), 2, 1, 0)
+    with pytest.raises(ConfigError, match=r"accumulation \(2\) must divide batch_size \(3\)"):
+        make_loader(rows_of(4), 3, 2, 0)
+
+
+def test_held_out_batches_are_in_order_and_of_one_shape():
+    batches = list(held_out_batches(rows_of(5), 2))
+    assert [names(batch) for batch in batches] == [[1, 2], [3, 4], [5, 0]]
+    assert {array.shape for batch in batches for array in batch.values()} == {(1, 2, 4)}
+    assert not batches[-1]["weights"][0, 1].any() and not batches[-1]["segments"][0, 1].any()
+    assert sum(batch["weights"].sum() for batch in batches) == rows_of(5).weights.sum()
+
+
+def test_held_out_limit():
+    assert [names(batch) for batch in held_out_batches(rows_of(5), 2, 3)] == [[1, 2], [3, 0]]
+    assert [names(batch) for batch in held_out_batches(rows_of(2), 4, 100)] == [[1, 2, 0, 0]]
+    assert list(held_out_batches(rows_of(0), 4)) == []

@@ -1,0 +1,48 @@
+"""Atomic files, and JSON that stays valid."""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+
+from tlt_jax.observe import read_json, to_json, write_json, write_text_atomically
+
+
+def test_replaces_whole_file_and_leaves_nothing_beside(tmp_path):
+    path = tmp_path / "deep" / "report.html"
+    write_text_atomically(path, "old, longer than the new")
+    write_text_atomically(path, "new ✓\r\n")
+    assert path.read_bytes() == "new ✓\r\n".encode()
+    assert os.listdir(path.parent) == ["report.html"]
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path):
+    path = tmp_path / "file.txt"
+    write_text_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text_atomically(path, "lone surrogate \ud800")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file.txt"]
+
+
+def test_not_finite_becomes_null_at_any_depth():
+    value = {"a": math.nan, "b": [math.inf, {"c": -math.inf}], "d": np.float32("nan"), "e": np.array([1.5, np.nan])}
+    expected = {"a": None, "b": [None, {"c": None}], "d": None, "e": [1.5, None]}
+    assert json.loads(to_json(value), parse_constant=pytest.fail) == expected
+
+
+def test_plain_forms():
+    value = {"i": np.int64(3), "f": np.float32(0.5), "t": (1, True), "n": None, 4: "key", "s": "\ud800 ok"}
+    assert json.loads(to_json(value)) == {"i": 3, "f": 0.5, "t": [1, True], "n": None, "4": "key", "s": "\ud800 ok"}
+    with pytest.raises(TypeError, match="object"):
+        to_json(object())
+
+
+def test_read_json_names_the_file(tmp_path):
+    write_json(tmp_path / "good.json", {"x": 1})
+    assert read_json(tmp_path / "good.json") == {"x": 1}
+    (tmp_path / "bad.json").write_text('{"x": ')
+    with pytest.raises(ValueError, match="bad.json"):
+        read_json(tmp_path / "bad.json")

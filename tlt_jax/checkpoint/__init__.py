@@ -1,0 +1,1 @@
+"""Checkpoints: an Orbax store that verifies what it restores."""

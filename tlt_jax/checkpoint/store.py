@@ -1,0 +1,149 @@
+"""Numbered checkpoints of flat {path: array} dictionaries and a JSON document, kept by Orbax.
+
+Saving is asynchronous. When a save is whole on disk, a manifest with the sha256 of each of its files is written beside
+it; only a checkpoint that matches its manifest is restored, because Orbax itself returns a damaged file's bytes as
+they are. The newest that verifies wins.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from tlt_jax.config import ConfigError
+
+log = logging.getLogger("tlt_jax")
+Arrays = dict[str, Any]
+
+
+class Store:
+    """The newest `keep` checkpoints (None: all) in one folder. Use as a context manager: leaving it waits for the last save."""
+
+    def __init__(self, folder: Path, keep: int | None):
+        self.folder = folder.absolute()
+        self._manifests = self.folder / "manifests"
+        self._manifests.mkdir(parents=True, exist_ok=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True, create=True)
+        self._manager = ocp.CheckpointManager(self.folder / "steps", options=options)
+        self._sealing: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def newest(self) -> int | None:
+        """The newest step that verifies, or None. What does not verify is set aside, with a warning that says why."""
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            fault = self._fault(step)
+            if fault is None:
+                return step
+            log.warning("checkpoint %d does not verify (%s); set aside, looking for an older one", step, fault)
+            self._set_aside(step)
+        return None
+
+    def save(self, step: int, arrays: Arrays, document: dict) -> None:
+        """Starts to save; returns once the arrays may be donated. Raises what an earlier save failed with."""
+        self.wait()
+        args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), document=ocp.args.JsonSave(document))
+        self._manager.save(step, args=args, force=True)
+        self._sealing = threading.Thread(target=self._seal, args=(step,), name="checkpoint-seal")
+        self._sealing.start()
+
+    def document(self, step: int) -> dict:
+        """The JSON document of a step."""
+        return self._manager.restore(step, args=ocp.args.Composite(document=ocp.args.JsonRestore()))["document"]
+
+    def restore(self, step: int, like: Arrays) -> Arrays:
+        """The arrays of a step, laid out as `like` (abstract or real arrays with shardings) says.
+
+        Raises ConfigError where paths, shapes or types differ from what was saved, and says which.
+        """
+        target = {path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for path, a in like.items()}
+        saved = self._manager.item_metadata(step)["arrays"]
+        differences = _differences({path: (tuple(m.shape), str(m.dtype)) for path, m in saved.items()},
+                                   {path: (a.shape, str(a.dtype)) for path, a in target.items()})
+        if differences:
+            raise ConfigError(f"checkpoint {step} in {self.folder} does not fit the config: {'; '.join(differences)}")
+        return self._manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(target)))["arrays"]
+
+    def restore_host(self, step: int) -> Arrays:
+        """All arrays of a step, on the host."""
+        whole = self._manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore()))["arrays"]
+        return {path: jax.device_get(array) for path, array in whole.items()}
+
+    def wait(self) -> None:
+        """Waits until the last save is whole and sealed."""
+        if self._sealing is not None:
+            self._sealing.join()
+            self._sealing = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def close(self) -> None:
+        self.wait()
+        self._manager.close()
+
+    def _seal(self, step: int) -> None:
+        """In its own thread: once the save is whole, writes its manifest; drops those of deleted checkpoints."""
+        try:
+            self._manager.wait_until_finished()
+            partial = self._manifests / f"{step}.json.partial"
+            partial.write_text(json.dumps(_digests(self._path(step)), indent=0, sort_keys=True))
+            partial.replace(self._manifests / f"{step}.json")
+            kept = {str(s) for s in self._manager.all_steps()}
+            for manifest in self._manifests.glob("*.json"):
+                if manifest.stem not in kept:
+                    manifest.unlink()
+        except BaseException as error:  # handed to the next save, wait or close
+            self._failure = error
+
+    def _path(self, step: int) -> Path:
+        return self.folder / "steps" / str(step)
+
+    def _fault(self, step: int) -> str | None:
+        manifest = self._manifests / f"{step}.json"
+        if not manifest.is_file():
+            return "it has no manifest: saving was interrupted"
+        try:
+            expected = json.loads(manifest.read_text())
+        except ValueError:
+            return "its manifest cannot be read"
+        found = _digests(self._path(step))
+        wrong = [name for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
+        return f"{wrong[0]} is missing, added or changed" if wrong else None
+
+    def _set_aside(self, step: int) -> None:
+        aside = self.folder / "damaged" / str(step)
+        if aside.exists():
+            shutil.rmtree(aside)
+        aside.parent.mkdir(exist_ok=True)
+        self._path(step).rename(aside)
+        self._manager.reload()
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """{relative name: sha256} of every file below `folder`."""
+    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """At most five readable differences."""
+    lines = []
+    for path in sorted(saved.keys() | wanted.keys()):
+        if path not in saved:
+            lines.append(f"{path} is not in the checkpoint")
+        elif path not in wanted:
+            lines.append(f"{path} is in the checkpoint alone")
+        elif saved[path] != wanted[path]:
+            lines.append(f"{path} is {saved[path]}, expected {wanted[path]}")
+    return lines[:5] + ([f"and {len(lines) - 5} more"] if len(lines) > 5 else [])

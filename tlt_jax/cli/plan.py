@@ -1,0 +1,75 @@
+"""What a run will do, before it does it."""
+
+import math
+
+from rich.console import Console
+from rich.table import Table
+
+from tlt_jax.config import Config
+from tlt_jax.models.declare import table
+from tlt_jax.models.transformer import ModelShape, Transformer
+from tlt_jax.parallel.mesh import MESH_AXES, mesh_shape
+from tlt_jax.stages.models import model_shape
+
+MOMENTS = {"adamw": 2, "lion": 1, "muon": 2}  # muon: one for matrices, two for what AdamW handles; the larger is planned
+
+
+def print_plan(config: Config) -> None:
+    """Prints stages with their budgets, the model, the mesh and the memory of its arrays. Touches no device but to
+    count them."""
+    import jax
+
+    from tlt_jax.parallel.mesh import compute_dtype, set_up_devices
+
+    set_up_devices(config.device)
+    shape = model_shape(config.model, config.data.tokenizer.vocab_size)
+    mesh = mesh_shape(config.device.mesh, jax.device_count())
+    facts = Table(title=f"plan of {config.run.name}", show_header=False, title_justify="left")
+    rows = {
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}, mesh " + " x ".join(f"{a} {n}" for a, n in zip(MESH_AXES, mesh, strict=True)),
+        "model": f"{parameters(shape):,} parameters: {shape.layers} layers, {shape.width} wide, {shape.heads} heads ({shape.kv_heads} kv), vocabulary {shape.vocab}",
+        "drafter": f"{config.speculation.drafter}, {config.speculation.draft_length} tokens; exit after layer {shape.exit_layer}",
+        "memory": memory(config, shape, math.prod(mesh[1:]), compute_dtype(config.device).itemsize),
+        "run directory": f"{config.run.output_dir}/{config.run.name}",
+    }
+    for name, value in rows.items():
+        facts.add_row(name, value)
+    console = Console()
+    console.print(facts)
+    console.print(_stages(config))
+
+
+def parameters(shape: ModelShape) -> int:
+    return sum(math.prod(spec.shape) for spec in table(lambda d: Transformer(shape, d)).values())
+
+
+def memory(config: Config, shape: ModelShape, parts: int, itemsize: int) -> str:
+    """Bytes of what stays on each device, in words: weights, moments, gradients, frozen copies, cache."""
+    count = parameters(shape) / parts
+    optimizer = {"pretrain": config.pretrain.optimizer, "finetune": config.finetune.policy.optimizer, "align": config.align.ppo.optimizer}
+    moments = max(MOMENTS[optimizer[stage].name] for stage in config.stages)
+    frozen = 2 if "align" in config.stages else 1 if "finetune" in config.stages else 0
+    positions = config.data.tasks.max_prompt_tokens + config.data.tasks.max_completion_tokens
+    cache = 2 * shape.layers * config.speculation.slots * positions * shape.kv_heads * shape.head_dim * itemsize
+    sizes = {"weights, gradients and optimiser": 4 * count * (2 + moments), "frozen models": 4 * count * frozen,
+             "decode view": itemsize * count, "cache of all slots": cache}
+    return ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items() if size) + " (activations come on top)"
+
+
+def _stages(config: Config) -> Table:
+    rows = Table("stage", "share", f"budget ({config.budget.unit})", "an update")
+    tokens = config.data.context_length
+    whole = sum(getattr(config.budget, stage) for stage in config.stages)
+    policy, ppo = config.finetune.policy, config.align.ppo
+    updates = {
+        "pretrain": f"{config.pretrain.batch_size} rows of {tokens} tokens, {config.pretrain.optimizer.name}",
+        "finetune": f"warm-up up to {config.finetune.warmup.share:.0%}; then {policy.prompts} prompts x {policy.group_size} completions",
+        "align": f"reward model {config.align.reward_model.share:.0%}; then {ppo.prompts} completions x {ppo.epochs} epochs",
+    }
+    for stage in config.stages:
+        share = getattr(config.budget, stage) / whole
+        amount = share * config.budget.total
+        rows.add_row(stage, f"{share:.0%}", f"{amount:,.0f}", updates[stage])
+    return rows
+
+

@@ -1,0 +1,19 @@
+"""report: writes report.html and report.json of a run directory again."""
+
+import argparse
+
+from tlt_jax.cli.options import DONE
+
+EXAMPLES = """examples:
+  tlt report runs/quickstart"""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    from tlt_jax.observe.report import write_report
+
+    print(write_report(arguments.run_dir))
+    return DONE

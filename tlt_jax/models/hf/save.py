@@ -1,0 +1,227 @@
+"""Writing a Hugging Face directory that transformers, and whoever reads its format, loads as a Llama.
+
+The whole directory is written beside its place and renamed into it, so that nobody ever sees half of one.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from tlt_jax.config import ConfigError
+from tlt_jax.models.hf.load import ARCHITECTURE
+from tlt_jax.models.hf.names import DRAFTER, INDEX, WEIGHTS, Tensor, drafter_specs, tensors, to_theirs, transformer_specs
+from tlt_jax.models.transformer import ModelShape
+from tlt_jax.text.tokenizer import Tokenizer
+from tlt_jax.text.tokenizer import save as save_tokenizer
+
+log = logging.getLogger("tlt_jax")
+DTYPES = {
+    "float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16),
+}
+WRITTEN = {
+    WEIGHTS, INDEX, DRAFTER, "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+}
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+def export(folder: str | Path, shape: ModelShape, weights: dict[str, np.ndarray], drafter: dict[str, np.ndarray] | None,
+           tokenizer: Tokenizer | None, context_length: int, dtype: str = "float32", max_shard_bytes: float = 5e9) -> None:
+    """Writes the Transformer `weights` of `shape` ({our path: array}) as a Hugging Face directory.
+
+    It holds config.json, generation_config.json, model.safetensors in `dtype` (shards of at most `max_shard_bytes`
+    and an index, where one file would be larger), the tokenizer's files, and drafter.safetensors: the ShallowExit
+    `drafter`, float32, with its exit in the file's metadata. A tied embedding is written once. `context_length`
+    becomes max_position_embeddings.
+
+    A former export at `folder` is replaced as a whole. Raises ConfigError for a `dtype` that is not offered, a
+    tokenizer with more ids than the embedding has rows, values that float16 cannot hold, and a folder that holds
+    anything else than an export.
+    """
+    folder = Path(folder).expanduser().resolve()
+    if dtype not in DTYPES:
+        raise ConfigError(f"export: the type {dtype!r} is not offered; expected one of {', '.join(DTYPES)}")
+    if tokenizer is not None and tokenizer.vocab_size > shape.vocab:
+        raise ConfigError(
+            f"export: the tokenizer has ids up to {tokenizer.vocab_size - 1}; expected at most {shape.vocab - 1}, as the"
+            f" embedding has {shape.vocab} rows"
+        )
+    if shape.width % shape.heads:
+        log.warning("export: transformers refuses a Llama whose width (%d) its heads (%d) do not divide; what is"
+                    " written to %s loads here alone", shape.width, shape.heads, folder)
+    _refuse_foreign(folder)
+
+    def write(into: Path) -> None:
+        _write_json(into / "config.json", _config(shape, tokenizer, context_length, dtype))
+        _write_json(into / "generation_config.json", _special_ids(tokenizer))
+        _write_weights(into, shape, weights, DTYPES[dtype], max_shard_bytes)
+        if drafter is not None:
+            _write_drafter(into / DRAFTER, shape, drafter)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, into)
+
+    _replace(folder, write)
+
+
+def _config(s: ModelShape, tokenizer: Tokenizer | None, context_length: int, dtype: str) -> dict[str, Any]:
+    """config.json. What older readers look for stands beside what transformers 5 does: rope_theta, torch_dtype."""
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "vocab_size": s.vocab,
+        "hidden_size": s.width,
+        "intermediate_size": s.hidden,
+        "num_hidden_layers": s.layers,
+        "num_attention_heads": s.heads,
+        "num_key_value_heads": s.kv_heads,
+        "head_dim": s.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "rms_norm_eps": s.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": s.rope_theta},
+        "rope_theta": s.rope_theta,
+        "max_position_embeddings": context_length,
+        "tie_word_embeddings": s.tied,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        **_special_ids(tokenizer),
+    }
+
+
+def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Written even where there are none: a key that is absent would be filled in with Llama's own ids."""
+    return {
+        "bos_token_id": None if tokenizer is None else tokenizer.bos_id,
+        "eos_token_id": None if tokenizer is None else tokenizer.eos_id,
+        "pad_token_id": None,
+    }
+
+
+def _write_weights(folder: Path, shape: ModelShape, weights: dict[str, np.ndarray], dtype: np.dtype, limit: float) -> None:
+    """One file, or shards and their index. No more than one shard is held converted at a time."""
+    specs = transformer_specs(shape)
+    _check_arrays("weights", weights, {path: spec.shape for path, spec in specs.items()})
+    shards = list(_shards(tensors(specs), dtype.itemsize, limit))
+    names = [WEIGHTS] if len(shards) == 1 else [
+        f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)
+    ]
+    for name, shard in zip(names, shards, strict=True):
+        _save({t.name: _converted(t, weights[t.spec.path], dtype) for t in shard}, folder / name, {"format": "pt"})
+    if len(shards) > 1:
+        total = sum(_size(tensor) for shard in shards for tensor in shard)
+        where = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        metadata = {"total_parameters": total, "total_size": total * dtype.itemsize}
+        _write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(where.items()))})
+
+
+def _shards(wanted: list[Tensor], itemsize: int, limit: float) -> Iterator[list[Tensor]]:
+    """The tensors in runs of at most `limit` bytes; one that is larger has a run of its own."""
+    run: list[Tensor] = []
+    used = 0
+    for tensor in wanted:
+        size = _size(tensor) * itemsize
+        if run and used + size > limit:
+            yield run
+            run, used = [], 0
+        run.append(tensor)
+        used += size
+    yield run
+
+
+def _size(tensor: Tensor) -> int:
+    return int(np.prod(tensor.shape))
+
+
+def _converted(tensor: Tensor, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    ours = np.asarray(array if tensor.layer is None else array[tensor.layer])
+    with np.errstate(over="ignore"):  # checked below, by name
+        theirs = np.ascontiguousarray(to_theirs(ours, tensor.spec), dtype=dtype)
+    if dtype == np.float16 and not np.array_equal(np.isfinite(theirs), np.isfinite(to_theirs(ours, tensor.spec))):
+        raise ConfigError(f"export: {tensor.name} has values up to {np.nanmax(np.abs(ours)):.3g}, beyond float16;"
+                          " expected the type bfloat16 or float32")
+    return theirs
+
+
+def _write_drafter(path: Path, shape: ModelShape, drafter: dict[str, np.ndarray]) -> None:
+    _check_arrays("drafter", drafter, {name: spec.shape for name, spec in drafter_specs(shape).items()})
+    arrays = {name: np.ascontiguousarray(array, dtype=np.float32) for name, array in drafter.items()}
+    _save(arrays, path, {"format": "pt", "exit_layer": str(shape.exit_layer), "exit_rank": str(shape.exit_rank)})
+
+
+def _check_arrays(what: str, arrays: dict[str, np.ndarray], wanted: dict[str, tuple[int, ...]]) -> None:
+    found = {name: tuple(array.shape) for name, array in arrays.items()}
+    assert found == wanted, f"{what}: {sorted(found.items() ^ wanted.items())} are not in both"
+
+
+def _save(arrays: dict[str, np.ndarray], path: Path, metadata: dict[str, str]) -> None:
+    path.touch()  # with the permissions of any new file: safetensors makes files that only their owner can read
+    mode = path.stat().st_mode
+    save_file(arrays, path, metadata=metadata)
+    path.chmod(mode)
+
+
+def _write_json(path: Path, tree: dict[str, Any]) -> None:
+    path.write_text(json.dumps(tree, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raises ConfigError if replacing `folder` would destroy anything that no export wrote."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"export: {str(folder)!r} is a file; expected a folder, or nothing there")
+    foreign = sorted(p.name for p in folder.iterdir() if not (p.name in WRITTEN or SHARD.fullmatch(p.name)) or p.is_dir())
+    if foreign:
+        raise ConfigError(f"export: folder {str(folder)!r} holds {', '.join(foreign[:5])}, which no export writes and which"
+                          " replacing it would delete; expected a new or empty folder, or a former export")
+
+
+def _replace(folder: Path, write: Callable[[Path], None]) -> None:
+    """Has `write` fill a folder beside, then renames it to `folder`.
+
+    A process that dies in between leaves the former folder in place or, for an instant, beside it as `.NAME.former`;
+    what an earlier death left is cleared away first.
+    """
+    beside, former = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.former")
+    if former.exists() and not folder.exists():
+        former.rename(folder)
+    for leftover in (beside, former):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    beside.mkdir(parents=True)
+    try:
+        write(beside)
+        for path in [*beside.iterdir(), beside]:
+            _sync(path)
+    except BaseException:
+        shutil.rmtree(beside)
+        raise
+    if folder.exists():
+        folder.rename(former)
+    beside.rename(folder)
+    _sync(folder.parent)
+    if former.exists():
+        shutil.rmtree(former)
+
+
+def _sync(path: Path) -> None:
+    """Has the system put a file, or a folder's list of names, on the disk (where it lets folders be opened)."""
+    if path.is_dir() and os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,1 @@
+"""Reinforcement learning: advantages, losses, KL, rewards, and the reward model's objective."""

@@ -1,0 +1,1 @@
+"""The three stages and the run that carries them."""

@@ -1,0 +1,203 @@
+"""The loop that every phase runs in: steps until the budget is used, with evaluation, records and checkpoints."""
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import jax
+
+from tlt_jax.models.declare import flatten, unflatten
+from tlt_jax.stages.budget import Budget, Spent, phase_budget
+from tlt_jax.stages.run import PHASES, Interrupted, Run
+
+log = logging.getLogger("tlt_jax")
+
+@dataclass(frozen=True)
+class PhaseState:
+    """All that a phase resumes from: `arrays`, trees on the device by name; `host`, plain JSON values."""
+
+    arrays: dict[str, Any]
+    host: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a phase is told about a step: its number in the phase, from 0, and the share of the budget used, 0 to 1."""
+
+    index: int
+    progress: float
+
+
+class Phase:
+    """One phase of a stage. A subclass says where it stands (`stage`, `name`), which part of its stage's budget ends
+    with it (`part`), and how it starts, steps, evaluates and ends early."""
+
+    stage: ClassVar[str]
+    name: ClassVar[str]
+    eval_every: int
+    part: tuple[float, float] = (0.0, 1.0)
+
+    def init(self) -> PhaseState:
+        """A fresh state, made without much work: it also serves as the target of a restore."""
+        raise NotImplementedError
+
+    def prepare(self, state: PhaseState) -> PhaseState:
+        """The expensive start of a fresh phase; not run when it resumes."""
+        return state
+
+    def step(self, state: PhaseState, step: Step) -> tuple[PhaseState, dict[str, Any], int]:
+        """One step: (state, metrics as numbers or device scalars, tokens spent)."""
+        raise NotImplementedError
+
+    def evaluate(self, state: PhaseState, when: str) -> tuple[PhaseState, dict[str, float]]:
+        """Held-out figures `when` = "before", "during" or "after" the phase."""
+        raise NotImplementedError
+
+    def ended(self, state: PhaseState) -> bool:
+        """Whether the phase is over before its budget is."""
+        return False
+
+
+def is_past(run: Run, stage: str, phase: str) -> bool:
+    """Whether the checkpoint that the run goes on from lies behind this phase's end."""
+    if run.document is None:
+        return False
+    return PHASES.index((stage, phase)) < PHASES.index((run.document["stage"], run.document["phase"]))
+
+
+def run_phase(run: Run, phase: Phase) -> PhaseState:
+    """Runs `phase` to the end of its budget and returns its last state.
+
+    A phase that lies behind the checkpoint gives its fresh state, whose values do not matter; the one that the
+    checkpoint was made in goes on from there. Raises Interrupted after saving, when a signal asked to stop.
+    """
+    if is_past(run, phase.stage, phase.name):
+        return phase.init()
+    return _PhaseRun(run, phase).to_the_end()
+
+
+class _PhaseRun:
+    """The state of the loop, too much to hand around."""
+
+    def __init__(self, run: Run, phase: Phase):
+        self.run, self.phase = run, phase
+        run.progress.start(phase.stage, phase.name)
+        self.started = self.last_save = time.monotonic()
+        document = run.document
+        resumed = document and (document["stage"], document["phase"]) == (phase.stage, phase.name)
+        run.times = dict(document["times"]) if document and resumed else {}
+        self.spent = Spent(**document["spent"]) if document and resumed else Spent()
+        self.seconds_before = self.spent.seconds
+        self.done = bool(document and resumed and document["done"])
+        self.pending: list[tuple[dict[str, Any], dict[str, Any], int]] = []
+        self.last_flush, self.idle = time.monotonic(), 0.0
+        if document and resumed:
+            self.state = self._restored(document)
+        else:
+            with run.timed("prepare"):
+                self.state = phase.prepare(phase.init())
+            run.results.append({"stage": phase.stage, "phase": phase.name, "before": self._evaluate("before")})
+        run.document = None  # what it said has been used: later phases start fresh
+        finished = [Spent(**r["spent"]) for r in run.results if r is not self.record]
+        self.budget: Budget = phase_budget(run.config, phase.stage, phase.part, finished)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return self.run.results[-1]
+
+    def to_the_end(self) -> PhaseState:
+        while not self.done:
+            self._clock()
+            if self.budget.progress(self.spent) >= 1.0 or self.phase.ended(self.state):
+                self._finish()
+                break
+            self._one_step()
+            if self.run.stop_signal is not None:
+                self._save()
+                self.run.store.wait()
+                raise Interrupted(self.run.stop_signal)
+            if self._save_due():
+                self._save()
+        return self.state
+
+    def _one_step(self) -> None:
+        run, phase, index = self.run, self.phase, self.spent.steps
+        progress = self.budget.progress(self.spent)
+        self.state, metrics, tokens = phase.step(self.state, Step(index, progress))
+        run.step += 1
+        self.spent.steps += 1
+        self.spent.tokens += tokens
+        row = {"step": run.step, "stage": phase.stage, "phase": phase.name, "phase_step": index + 1, "progress": progress, "seconds": run.seconds}
+        if (index + 1) % phase.eval_every == 0:
+            jax.block_until_ready(metrics)
+            start = time.monotonic()
+            metrics = {**metrics, **self._evaluate("during")}
+            self.idle += time.monotonic() - start
+        self.pending.append((row, metrics, tokens))
+        if len(self.pending) >= run.config.run.log_every or "time/step" in metrics:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Fetches the pending steps' metrics in one go and writes their rows."""
+        if not self.pending:
+            return
+        fetched = jax.device_get([metrics for _, metrics, _ in self.pending])
+        now = time.monotonic()
+        seconds = max(now - self.last_flush - self.idle, 1e-9)
+        speed = sum(tokens for _, _, tokens in self.pending) / seconds
+        for (row, _, _), metrics in zip(self.pending, fetched, strict=True):
+            row |= {name: float(value) for name, value in metrics.items()} | {"train/tokens_per_second": speed}
+            self.run.metrics.append(row)
+            for tracker in self.run.trackers:
+                tracker.log(row["step"], row)
+        self.run.progress.update(self.budget.progress(self.spent), row)
+        self.pending, self.last_flush, self.idle = [], time.monotonic(), 0.0
+
+    def _evaluate(self, when: str) -> dict[str, float]:
+        with self.run.timed("evaluate"):
+            self.state, metrics = self.phase.evaluate(self.state, when)
+        return metrics
+
+    def _clock(self) -> None:
+        self.spent.seconds = self.seconds_before + time.monotonic() - self.started
+
+    def _finish(self) -> None:
+        self._flush()
+        self.record["after"] = self._evaluate("after")
+        self.done = True
+        self._save()
+        summary = "  ".join(f"{name} {value:.3f}" for name, value in list(self.record["after"].items())[:4])
+        self.run.progress.finish(f"{self.spent.steps} steps in {self.spent.seconds:.0f} s  {summary}")
+
+    def _save_due(self) -> bool:
+        every = self.run.config.checkpoint
+        steps, seconds = every.every_steps, every.every_seconds
+        return bool(steps and self.spent.steps % steps == 0) or bool(seconds and time.monotonic() - self.last_save >= seconds)
+
+    def _save(self) -> None:
+        run = self.run
+        self._flush()
+        with run.timed("checkpoint"):
+            self._clock()
+            self._account()
+            document = {
+                "stage": self.phase.stage, "phase": self.phase.name, "spent": self.spent.to_dict(), "done": self.done,
+                "times": run.times, "host": self.state.host, "results": run.results, "seconds": run.seconds,
+            }
+            run.store.save(run.step, flatten(self.state.arrays), document)
+        self.last_save = time.monotonic()
+        run.write_results()
+
+    def _account(self) -> None:
+        """Brings the phase's record up to date: what it spent, and on what."""
+        times = dict(self.run.times)
+        rest = max(self.spent.seconds - sum(times.values()), 0.0)
+        times["other" if "update" in times else "update"] = rest
+        self.record.update(spent=self.spent.to_dict(), steps=self.spent.steps, tokens=self.spent.tokens, seconds=self.spent.seconds, time=times)
+
+    def _restored(self, document: dict[str, Any]) -> PhaseState:
+        fresh = self.phase.init()
+        assert self.run.restored_step is not None
+        arrays = self.run.store.restore(self.run.restored_step, flatten(fresh.arrays))
+        return PhaseState(unflatten(fresh.arrays, arrays), document["host"])

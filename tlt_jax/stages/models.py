@@ -1,0 +1,126 @@
+"""What flows from stage to stage: the policy and its drafter's exit."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tlt_jax.checkpoint.store import Store
+from tlt_jax.config import ConfigError
+from tlt_jax.config.load import read_config_tree
+from tlt_jax.config.schema import Config, ModelConfig
+from tlt_jax.models.declare import flatten, initialise, shardings, unflatten
+from tlt_jax.models.heads import ScalarHead, ShallowExit
+from tlt_jax.models.hf.load import read_drafter, read_shape, read_weights
+from tlt_jax.models.transformer import ModelShape, Transformer
+from tlt_jax.train.state import Build, Role
+from tlt_jax.config.schema import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Models:
+    """The policy and the shallow drafter's exit, on the mesh."""
+
+    policy: Transformer
+    exit: ShallowExit
+
+
+def transformer(shape: ModelShape) -> Build:
+    return lambda declare: Transformer(shape, declare)
+
+
+def shallow_exit(shape: ModelShape) -> Build:
+    return lambda declare: ShallowExit(shape, declare)
+
+
+def scalar_head(shape: ModelShape) -> Build:
+    return lambda declare: ScalarHead(shape, declare)
+
+
+def policy_roles(shape: ModelShape, policy: OptimizerConfig, drafter: OptimizerConfig, exit_weight: float) -> dict[str, Role]:
+    """The roles of a phase that trains the policy, and the drafter's exit if it has a loss."""
+    roles = {"policy": Role(transformer(shape), policy)}
+    if exit_weight:
+        roles["exit"] = Role(shallow_exit(shape), drafter)
+    return roles
+
+
+def model_shape(config: ModelConfig, vocab: int) -> ModelShape:
+    """The shape that the config asks for, or that of `init_from`."""
+    source = _source(config)
+    if source is None:
+        names = ("width", "layers", "heads", "kv_heads", "head_dim", "hidden", "exit_layer", "exit_rank", "rope_theta", "norm_eps", "tied")
+        return ModelShape(vocab=vocab, **{name: getattr(config, name) for name in names})
+    if (source / "config.json").is_file():
+        return read_shape(source, config.exit_layer, config.exit_rank)
+    saved = ModelConfig.model_validate({**read_config_tree(source / "config.yaml").get("model", {}), "init_from": None})
+    return model_shape(saved, vocab)
+
+
+def tokenizer_path(config: ModelConfig) -> str | None:
+    """The tokenizer of `init_from`, or None."""
+    source = _source(config)
+    return None if source is None else str(source / "tokenizer.json")
+
+
+def initial_models(config: Config, vocab: int, mesh: jax.sharding.Mesh) -> Models:
+    """Fresh models from the seed, or those of `model.init_from`. Raises ConfigError if these do not fit."""
+    shape = model_shape(config.model, vocab)
+    if shape.vocab < vocab:
+        raise ConfigError(f"`model.init_from` has a vocabulary of {shape.vocab}, its tokenizer one of {vocab}")
+    keys = jax.random.split(jax.random.key(config.run.seed), 2)
+    exit = initialise(shallow_exit(shape), mesh, keys[1])
+    source = _source(config.model)
+    if source is None:
+        return Models(initialise(transformer(shape), mesh, keys[0]), exit)
+    if (source / "config.json").is_file():
+        weights, drafter = read_weights(source, shape), read_drafter(source, shape)
+    else:
+        weights, drafter = _read_run(source)
+    policy = place(weights, transformer(shape), mesh)
+    return Models(policy, place(drafter, shallow_exit(shape), mesh) if drafter else exit)
+
+
+def saved_models(config: Config, folder: Path, mesh: jax.sharding.Mesh) -> Models:
+    """The models in the newest checkpoint of a run directory of `config`'s shape."""
+    policy, exit = _read_run(folder)
+    shape = model_shape(config.model, policy["embedding"].shape[0])
+    return Models(place(policy, transformer(shape), mesh), place(exit, shallow_exit(shape), mesh))
+
+
+def place(flat: dict[str, Any], build: Build, mesh: jax.sharding.Mesh) -> Any:
+    """The module of host arrays {path: array}, laid out on the mesh."""
+    wanted = shardings(build, mesh)
+    return jax.device_put(unflatten(wanted, flat), wanted)
+
+
+def host_copy(module: Any) -> dict[str, Any]:
+    """{path: numpy array} of a module."""
+    return {path: jax.device_get(array) for path, array in flatten(module).items()}
+
+
+def _source(config: ModelConfig) -> Path | None:
+    if config.init_from is None:
+        return None
+    path = Path(config.init_from).expanduser()
+    if (path / "config.json").is_file() or (path / "config.yaml").is_file():
+        return path
+    raise ConfigError(
+        f"`model.init_from` is {config.init_from!r}; expected a Hugging Face directory (config.json) or a run directory (config.yaml)"
+    )
+
+
+def _read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The policy and exit in the newest checkpoint of a run directory."""
+    with Store(folder / "checkpoints", keep=None) as store:
+        step = store.newest()
+        if step is None:
+            raise ConfigError(f"`model.init_from` is {str(folder)!r}, which holds no whole checkpoint")
+        arrays = store.restore_host(step)
+    parts = []
+    for name in ("policy", "exit"):
+        # A phase keeps a model either among what it trains or beside it.
+        prefix = next(p for p in (f"train/params/{name}/", f"{name}/") if any(path.startswith(p) for path in arrays))
+        parts.append({path.removeprefix(prefix): array for path, array in arrays.items() if path.startswith(prefix)})
+    return parts[0], parts[1]

@@ -1,0 +1,120 @@
+"""The whole run, and each stage as a function: config in, final models and metrics out."""
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tlt_jax.config import Config, ConfigError, load_config
+from tlt_jax.config.schema import MeshConfig
+from tlt_jax.models.hf.save import export
+from tlt_jax.observe import write_report
+from tlt_jax.parallel.mesh import make_mesh
+from tlt_jax.stages.align import run_align
+from tlt_jax.stages.finetune import run_finetune
+from tlt_jax.stages.loop import is_past
+from tlt_jax.stages.models import Models, host_copy, initial_models, saved_models
+from tlt_jax.stages.pretrain import run_pretrain
+from tlt_jax.stages.run import Run, last_phase, open_run
+from tlt_jax.text import load_tokenizer
+
+log = logging.getLogger("tlt_jax")
+
+STAGES: dict[str, Callable[[Run, Models], Models]] = {"pretrain": run_pretrain, "finetune": run_finetune, "align": run_align}
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a stage leaves: the models, and its phases' records ("before", "after", "steps", "time", ...)."""
+
+    models: Models
+    phases: list[dict[str, Any]]
+
+
+def run_all(config: Config) -> StageResult:
+    """Runs the stages of `config` in one run directory, going on from what it holds; exports and reports at the end.
+
+    Raises ConfigError for what the user can mend, Interrupted when a signal ended it (everything is saved).
+    """
+    with open_run(config) as run:
+        try:
+            if run.finished:
+                log.info("this run is finished (%d steps); nothing is left to do", run.step)
+                models = saved_models(config, run.folder, run.mesh)
+            else:
+                models = _run_stages(run, config.stages, None)
+                _finish(run, models)
+            return StageResult(models, run.results)
+        finally:
+            _report(run)
+
+
+def pretrain(config: Config, models: Models | None = None) -> StageResult:
+    """Next-token training alone; `models` to start from, else `model.init_from`, else fresh ones."""
+    return _run_one(config, "pretrain", models)
+
+
+def finetune(config: Config, models: Models | None = None) -> StageResult:
+    """Supervised warm-up and group-relative policy optimisation alone; starts as `pretrain` does."""
+    return _run_one(config, "finetune", models)
+
+
+def align(config: Config, models: Models | None = None) -> StageResult:
+    """Reward model and PPO alone; starts as `pretrain` does."""
+    return _run_one(config, "align", models)
+
+
+def export_run(run_dir: Path, folder: Path) -> None:
+    """Writes the model of a run directory's newest checkpoint as a Hugging Face directory. Raises ConfigError."""
+    config = load_config(run_dir / "config.yaml")
+    tokenizer = load_tokenizer(run_dir / "tokenizer.json")
+    models = saved_models(config, run_dir, make_mesh(MeshConfig()))
+    export(folder, models.policy.shape, host_copy(models.policy), host_copy(models.exit), tokenizer, config.data.context_length)
+
+
+def _run_one(config: Config, stage: str, models: Models | None) -> StageResult:
+    if stage not in config.stages:
+        raise ConfigError(f"`stages` is {config.stages}; expected {stage!r} among them")
+    with open_run(config) as run:
+        if is_past(run, *last_phase(stage)):
+            raise ConfigError(f"the run in {str(run.folder)!r} is already past {stage!r}; expected a new run.name")
+        try:
+            models = _run_stages(run, [stage], models)
+        finally:
+            _report(run)
+        return StageResult(models, [r for r in run.results if r["stage"] == stage])
+
+
+def _run_stages(run: Run, stages: list[str], models: Models | None) -> Models:
+    models = models or initial_models(run.config, run.corpus.tokenizer.vocab_size, run.mesh)
+    run.facts["parameters"] = sum(array.size for array in host_copy(models.policy).values())
+    run.write_results()
+    for stage in stages:
+        # A stage that is past gives its successor the shapes alone: what it restores from was saved later.
+        if is_past(run, *last_phase(stage)):
+            continue
+        models = STAGES[stage](run, models)
+    return models
+
+
+def _finish(run: Run, models: Models) -> None:
+    """Exports the final models, and marks the run as finished."""
+    if run.config.run.export:
+        folder = run.folder / "export"
+        export(folder, models.policy.shape, host_copy(models.policy), host_copy(models.exit), run.corpus.tokenizer, run.config.data.context_length)
+        log.info("exported to %s (loads in transformers)", folder)
+    run.facts["finished"] = datetime.now().astimezone().isoformat(timespec="seconds")
+    run.write_results(finished=True)
+
+
+def _report(run: Run) -> None:
+    """Writes the report of whatever the run has reached; its failure must not hide the run's own."""
+    try:
+        log.info("report: %s", write_report(run.folder))
+    except Exception:
+        if sys.exc_info()[0] is None:
+            raise
+        log.exception("the report could not be written")

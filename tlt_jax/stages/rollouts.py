@@ -1,0 +1,101 @@
+"""Rollouts for the stages: one engine for a whole run, seeded requests, and texts for the rewards."""
+
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from tlt_jax.data import Tasks
+from tlt_jax.decode.engine import Engine, Request
+from tlt_jax.decode.propose import DraftSpec
+from tlt_jax.decode.rollout import Rollout, rollout_metrics
+from tlt_jax.parallel.sharding import put_batch
+from tlt_jax.rl.objectives import sequence_log_probs
+from tlt_jax.rl.rewards import Completion
+from tlt_jax.stages.models import Models
+from tlt_jax.stages.run import Run
+
+
+class Sampler:
+    """Draws completions of tasks from a model, with the config's sampling and drafter, and scores sequences.
+
+    One engine and one compiled scorer serve training, evaluation and the reward model's pairs.
+    """
+
+    def __init__(self, run: Run, shape: Any):
+        config = run.config
+        tasks, speculation, sampling = config.data.tasks, config.speculation, config.sampling
+        filtered = bool(sampling.top_k or sampling.top_p < 1.0)
+        draft = DraftSpec(speculation.drafter, speculation.draft_length, filtered, speculation.ngram_min, speculation.ngram_max)
+        self.run = run
+        self.engine = Engine(
+            shape, run.mesh, slots=speculation.slots, max_prompt=tasks.max_prompt_tokens, max_new=tasks.max_completion_tokens,
+            eos=[run.corpus.tokenizer.eos_id], draft=draft, dtype=run.dtype, block_verifies=speculation.block_verifies,
+        )
+        self._log_probs = jax.jit(partial(sequence_log_probs, temperature=sampling.temperature, dtype=run.dtype))
+
+    def rollout(self, models: Models, prompts: Sequence[np.ndarray], seeds: Sequence[int]) -> Rollout:
+        """One completion a prompt."""
+        sampling, limit = self.run.config.sampling, self.run.config.data.tasks.max_completion_tokens
+        requests = [
+            Request(prompt, limit, seed, sampling.temperature, sampling.top_k, sampling.top_p)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        return self.engine.run(self.engine.view(models.policy), models.exit, requests)
+
+    def metrics(self, rollout: Rollout, seconds: float) -> dict[str, float]:
+        """The `rollout/` metrics of a rollout that took `seconds`."""
+        speed = float(rollout.completion_length_B.sum() / max(seconds, 1e-9))
+        return {**rollout_metrics(rollout, self.engine.draft_length), "rollout/tokens_per_second": speed}
+
+    def completions(self, rollout: Rollout) -> list[Completion]:
+        """What the rewards see."""
+        decode = self.run.corpus.tokenizer.decode
+        return [
+            Completion(decode(row[:start]), decode(tokens), tokens, bool(ended), int(accepted), int(calls))
+            for row, start, tokens, ended, accepted, calls in zip(
+                rollout.tokens_BT, rollout.prompt_length_B, rollout.completions(), rollout.ended_B, rollout.accepted_B, rollout.target_calls_B, strict=True)
+        ]
+
+    def log_probs(self, policy: Any, tokens_BT: np.ndarray, length_B: np.ndarray) -> np.ndarray:
+        """log p of each token at the sampling temperature [B, T], in batches of the engine's slots."""
+        return by_batches(self.run.mesh, self.engine.slots, lambda b: self._log_probs(policy, b["tokens"], b["segments"]),
+                          {"tokens": tokens_BT, "segments": segments(tokens_BT, length_B)})
+
+
+def by_batches(mesh: jax.sharding.Mesh, size: int, function: Any, batch: dict[str, np.ndarray]) -> Any:
+    """Applies `function` to batches of `size` rows (the last filled up with zeros) and joins the results on the host."""
+    rows = len(next(iter(batch.values())))
+    parts = []
+    with jax.set_mesh(mesh):
+        for start in range(0, rows, size):
+            part = {name: array[start : start + size] for name, array in batch.items()}
+            missing = size - len(next(iter(part.values())))
+            padded = {name: np.pad(a, ((0, missing), *((0, 0) for _ in a.shape[1:]))) for name, a in part.items()}
+            parts.append(jax.tree.map(lambda a, n=size - missing: np.asarray(a)[:n], function(put_batch(mesh, padded))))
+    return jax.tree.map(lambda *pieces: np.concatenate(pieces), *parts)
+
+
+def segments(tokens_BT: np.ndarray, length_B: np.ndarray) -> np.ndarray:
+    """1 on each sequence, 0 on the padding after it."""
+    return (np.arange(tokens_BT.shape[1]) < length_B[:, None]).astype(np.int32)
+
+
+def request_seeds(seed: int, what: str, step: int, count: int) -> list[int]:
+    """A 64-bit seed for each of `count` requests, fixed by the run's seed, what they are for, and the step."""
+    words = np.random.SeedSequence([seed, zlib.crc32(what.encode()), step]).generate_state(2 * count)
+    return [(int(high) << 32) | int(low) for high, low in words.reshape(-1, 2)]
+
+
+def real_sequences(tasks: Tasks, indices: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens [B, length], prompt lengths, lengths) of prompts with their real completions."""
+    tokens = np.zeros((len(indices), length), np.int32)
+    prompt_length, lengths = np.zeros(len(indices), np.int32), np.zeros(len(indices), np.int32)
+    for row, index in enumerate(indices):
+        whole = np.concatenate([tasks.prompts[index], tasks.completions[index]])
+        tokens[row, : len(whole)] = whole
+        prompt_length[row], lengths[row] = len(tasks.prompts[index]), len(whole)
+    return tokens, prompt_length, lengths

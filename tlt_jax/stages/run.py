@@ -1,0 +1,233 @@
+"""One run: its directory, records, data, mesh, checkpoints, clock, and the wish to stop."""
+
+import logging
+import platform
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tlt_jax import __version__
+from tlt_jax.checkpoint.store import Store
+from tlt_jax.config import Config, ConfigError, dump_config
+from tlt_jax.config.load import read_config_tree, redacted
+from tlt_jax.data import Corpus, prepare
+from tlt_jax.observe import (
+    MetricsLog,
+    Progress,
+    Tracker,
+    close_logging,
+    open_trackers,
+    read_json,
+    set_up_logging,
+    write_json,
+    write_text_atomically,
+)
+from tlt_jax.parallel.mesh import compute_dtype, make_mesh, set_up_devices
+from tlt_jax.stages.models import tokenizer_path
+
+log = logging.getLogger("tlt_jax")
+
+
+PHASES = [("pretrain", "pretrain"), ("finetune", "warmup"), ("finetune", "policy"), ("align", "reward_model"), ("align", "ppo")]
+
+
+def last_phase(stage: str) -> tuple[str, str]:
+    """(stage, phase) that ends a stage."""
+    return [pair for pair in PHASES if pair[0] == stage][-1]
+
+
+class Interrupted(Exception):
+    """A signal asked the run to stop; everything is saved."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class Run:
+    """What every phase shares. Made by `open_run`.
+
+    `document` is the JSON part of the checkpoint that the run goes on from, or None. `results` are the phases' records
+    so far, `step` the number of steps of the whole run.
+    """
+
+    def __init__(self, config: Config, folder: Path, corpus: Corpus, store: Store, progress: Progress):
+        self.config, self.folder, self.corpus, self.store, self.progress = config, folder, corpus, store, progress
+        self.mesh = make_mesh(config.device.mesh)
+        self.dtype = compute_dtype(config.device)
+        self.restored_step = store.newest()
+        self.document = None if self.restored_step is None else store.document(self.restored_step)
+        self.step: int = self.restored_step or 0
+        self.results: list[dict[str, Any]] = self.document["results"] if self.document else []
+        self.facts: dict[str, Any] = {}
+        self.metrics = MetricsLog(folder / "metrics.jsonl")
+        self.samples = MetricsLog(folder / "samples.jsonl")
+        self.trackers: list[Tracker] = []
+        self.stop_signal: int | None = None
+        self.times: dict[str, float] = {}
+        self.compile_seconds = 0.0
+        self._seconds_before = self.document["seconds"] if self.document else 0.0
+        self._started = time.monotonic()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run directory holds the end of this config's last stage, exported and recorded."""
+        document = self.document
+        if document is None or not document["done"] or (document["stage"], document["phase"]) != last_phase(self.config.stages[-1]):
+            return False
+        return bool(read_json(self.folder / "results.json").get("finished"))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole run, earlier parts included."""
+        return self._seconds_before + time.monotonic() - self._started
+
+    @contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """Counts what happens inside as `kind` in the phase's account of time; compilation is counted apart."""
+        start, compiled = time.monotonic(), self.compile_seconds
+        yield
+        compiling = self.compile_seconds - compiled
+        self.times[kind] = self.times.get(kind, 0.0) + time.monotonic() - start - compiling
+        if compiling:
+            self.times["compile"] = self.times.get("compile", 0.0) + compiling
+
+    def write_results(self, finished: bool = False) -> None:
+        """Rewrites results.json, from which the report is made."""
+        write_json(self.folder / "results.json", {"facts": self.facts, "phases": self.results, "finished": finished})
+
+
+@contextmanager
+def open_run(config: Config) -> Iterator[Run]:
+    """Opens (or goes on with) the run directory of `config`, prepares devices and data, and closes everything after.
+
+    Raises ConfigError where the config, the data or the directory cannot be used.
+    """
+    folder = Path(config.run.output_dir).expanduser() / config.run.name
+    if config.run.resume == "never" and folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"`run.resume` is 'never' and {str(folder)!r} exists; expected a new run.name, or run.resume=auto")
+    set_up_devices(config.device)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"`run.output_dir` is {config.run.output_dir!r}; expected a folder that can be written ({error})") from None
+    with ExitStack() as stack:
+        set_up_logging(folder)
+        stack.callback(close_logging)
+        _record_config(folder, config)
+        progress = stack.enter_context(Progress())
+        log.info("%s: %s", config.run.name, ", ".join(config.stages))
+        corpus = prepare(config.data, config.run.seed, tokenizer_path(config.model), progress.prepare)
+        write_text_atomically(folder / "tokenizer.json", corpus.tokenizer.json)
+        store = stack.enter_context(Store(folder / "checkpoints", config.checkpoint.keep))
+        run = Run(config, folder, corpus, store, progress)
+        stack.enter_context(run.metrics)
+        stack.enter_context(run.samples)
+        run.metrics.truncate_after(run.step)
+        run.samples.truncate_after(run.step)
+        run.trackers = open_trackers(config.run.trackers, folder, run.step + 1 if run.step else None)
+        for tracker in run.trackers:
+            stack.callback(tracker.close)
+        stack.enter_context(_signals(run))
+        stack.enter_context(_compile_clock(run))
+        run.facts = _facts(run)
+        _announce(run)
+        yield run
+
+
+def _record_config(folder: Path, config: Config) -> None:
+    """Writes config.yaml; when the run goes on with another config, says which keys changed."""
+    path, text = folder / "config.yaml", dump_config(config)
+    if path.is_file():
+        changed = sorted(_changes(read_config_tree(path), redacted(config)))
+        if changed:
+            log.warning("the config differs from the one this run began with, in: %s", ", ".join(changed))
+    write_text_atomically(path, text)
+
+
+def _changes(old: Any, new: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in old.keys() | new.keys():
+            yield from _changes(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
+    elif old != new:
+        yield prefix
+
+
+@contextmanager
+def _signals(run: Run) -> Iterator[None]:
+    """SIGINT and SIGTERM ask the run to stop after the step at hand; a second one ends it at once."""
+
+    def handle(number: int, frame: Any) -> None:
+        if run.stop_signal is not None:
+            raise KeyboardInterrupt
+        run.stop_signal = number
+        log.info("%s: saving after this step, then leaving", signal.Signals(number).name)
+
+    try:
+        old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: whoever runs us there handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _compile_clock(run: Run) -> Iterator[None]:
+    """Adds up the seconds that JAX spends tracing and compiling."""
+    active = True
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if active and event.startswith("/jax/core/compile/"):
+            run.compile_seconds += duration
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield
+    active = False
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    config, device = run.config, jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "device_count": jax.device_count(),
+        "mesh": " x ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items()),
+        "compute_dtype": str(run.dtype),
+        "versions": _versions(),
+        "python": platform.python_version(),
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "seed": config.run.seed,
+        "drafter": config.speculation.drafter,
+        "draft_length": config.speculation.draft_length,
+        "evaluation_decoding": f"sampled at temperature {config.sampling.temperature:g}",
+        "budget": f"{config.budget.total:g} {config.budget.unit}",
+        "data": run.corpus.summary,
+    }
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    return {"tlt_jax": __version__, **{name: version(name) for name in names}}
+
+
+def _announce(run: Run) -> None:
+    data = run.corpus.summary
+    log.info("run directory: %s", run.folder)
+    log.info("%d x %s, mesh %s, %s", run.facts["device_count"], run.facts["device"], run.facts["mesh"], run.dtype)
+    log.info("data: %d files, %d training tokens, %.2f bytes a token, %d tasks (%d held out)%s", data["files"], data["train_tokens"],
+             run.corpus.bytes_per_token, data["train_tasks"], data["held_out_tasks"], ", from the cache" if data["cached"] else "")
+    if run.document:
+        where = run.document
+        log.info("going on from checkpoint %d: %s %s, step %d of the phase", run.step, where["stage"], where["phase"], where["spent"]["steps"])
