@@ -69,7 +69,8 @@ def test_tensors_are_those_of_the_format(exported):
 def test_tied_embedding_is_written_once(exported):
     folder, _, _ = exported(tied=True)
     held = load_file(folder / "model.safetensors")
-    assert "lm_head.weight" not in held and "model.embed_tokens.weight" in held
+    assert "lm_head.weight" not in held
+    assert "model.embed_tokens.weight" in held
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
 
 
@@ -79,7 +80,8 @@ def test_index_lists_what_the_shards_hold(tmp_path, shape, numpy_weights, dtype)
     export(tmp_path / "m", s, numpy_weights(s), None, None, 64, dtype, max_shard_bytes=8_000)
     index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
     shards = sorted(p.name for p in (tmp_path / "m").glob("model-*.safetensors"))
-    assert len(shards) > 2 and shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
+    assert len(shards) > 2
+    assert shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
     held = {shard: load_file(tmp_path / "m" / shard) for shard in shards}
     assert index["weight_map"] == {name: shard for shard in shards for name in held[shard]}
     size = sum(array.nbytes for arrays in held.values() for array in arrays.values())
@@ -104,7 +106,7 @@ def test_drafter_round_trip(tmp_path, shape, numpy_weights, numpy_drafter):
     assert read_exit(tmp_path / "m") == (s.exit_layer, s.exit_rank)
     assert read_shape(tmp_path / "m", *read_exit(tmp_path / "m")) == s
     assert_same(read_drafter(tmp_path / "m", s), drafter)
-    with pytest.raises(ConfigError, match="`model.exit_layer` and `model.exit_rank` are 1 and 5; expected 2 and 5"):
+    with pytest.raises(ConfigError, match=r"`model.exit_layer` and `model.exit_rank` are 1 and 5; expected 2 and 5"):
         read_drafter(tmp_path / "m", shape(exit_layer=1))
     with pytest.raises(ConfigError, match=r"drafter.safetensors.*norm is \[24\], expected \[25\]"):
         read_drafter(tmp_path / "m", shape(width=25))
@@ -112,7 +114,8 @@ def test_drafter_round_trip(tmp_path, shape, numpy_weights, numpy_drafter):
 
 def test_no_drafter(exported):
     folder, s, _ = exported()
-    assert read_exit(folder) is None and read_drafter(folder, s) is None
+    assert read_exit(folder) is None
+    assert read_drafter(folder, s) is None
 
 
 def test_drafter_without_its_exit(exported, numpy_drafter):
@@ -123,7 +126,7 @@ def test_drafter_without_its_exit(exported, numpy_drafter):
 
 
 def test_rope_theta_survives_for_new_and_old_readers(exported):
-    folder, s, _ = exported(rope_theta=123_456.5)
+    folder, _, _ = exported(rope_theta=123_456.5)
     config = json.loads((folder / "config.json").read_text())
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 123_456.5}
     assert config["rope_theta"] == 123_456.5
@@ -199,19 +202,19 @@ def rewrite(folder, change):
 def test_missing_unexpected_and_misshapen_tensors(exported):
     folder, s, _ = exported()
     rewrite(folder, lambda a: (a.pop("model.norm.weight"), a.update(surplus=np.zeros(1, np.float32))))
-    with pytest.raises(ConfigError, match="model.norm.weight is missing; surplus is unexpected"):
+    with pytest.raises(ConfigError, match=r"model.norm.weight is missing; surplus is unexpected"):
         read_weights(folder, s)
     rewrite(folder, lambda a: (a.pop("surplus"), a.update({"model.norm.weight": np.zeros(5, np.float32)})))
     with pytest.raises(ConfigError, match=r"model.norm.weight is \[5\], expected \[24\]"):
         read_weights(folder, s)
     rewrite(folder, lambda a: a.update({"model.norm.weight": np.zeros(24, np.int64)}))
-    with pytest.raises(ConfigError, match="model.norm.weight is of type I64, expected one of F32, BF16, F16"):
+    with pytest.raises(ConfigError, match=r"model.norm.weight is of type I64, expected one of F32, BF16, F16"):
         read_weights(folder, s)
 
 
 def test_a_long_list_is_cut(exported, shape):
     folder, _, _ = exported()
-    with pytest.raises(ConfigError, match="are not those that the config describes.*; and 10 more"):
+    with pytest.raises(ConfigError, match=r"are not those that the config describes.*; and 10 more"):
         read_weights(folder, shape(layers=5))
 
 
@@ -220,7 +223,7 @@ def test_head_beside_a_tied_embedding(exported):
     rewrite(folder, lambda a: a.update({"lm_head.weight": a["model.embed_tokens.weight"]}))
     assert_same(read_weights(folder, s), weights)
     rewrite(folder, lambda a: a.update({"lm_head.weight": a["model.embed_tokens.weight"] + 1}))
-    with pytest.raises(ConfigError, match="lm_head.weight is not the embedding"):
+    with pytest.raises(ConfigError, match=r"lm_head.weight is not the embedding"):
         read_weights(folder, s)
 
 
@@ -236,7 +239,7 @@ def test_only_safetensors_are_read(exported):
     with pytest.raises(ConfigError, match=r"holds no weights \(found pytorch_model.bin: only safetensors are read\)"):
         read_weights(folder, s)
     (folder / "pytorch_model.bin").unlink()
-    with pytest.raises(ConfigError, match="holds no weights; expected model.safetensors or"):
+    with pytest.raises(ConfigError, match=r"holds no weights; expected model.safetensors or"):
         read_weights(folder, s)
 
 
@@ -244,7 +247,7 @@ def test_damaged_files(exported):
     folder, s, _ = exported()
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ConfigError, match="model.safetensors' cannot be read as safetensors"):
+    with pytest.raises(ConfigError, match=r"model.safetensors' cannot be read as safetensors"):
         read_weights(folder, s)
 
 
@@ -286,7 +289,7 @@ def test_export_replaces_an_export_as_a_whole(exported, shape, numpy_weights):
 def test_export_that_fails_leaves_the_former_one(exported, shape, numpy_weights):
     folder, s, weights = exported()
     broken = numpy_weights(s) | {"final_norm": np.full(s.width, 1e6, np.float32)}
-    with pytest.raises(ConfigError, match="model.norm.weight has values up to 1e.06, beyond float16"):
+    with pytest.raises(ConfigError, match=r"model.norm.weight has values up to 1e.06, beyond float16"):
         export(folder, s, broken, None, None, 64, "float16")
     assert_same(read_weights(folder, s), weights)
     assert [p.name for p in folder.parent.iterdir()] == ["model"]
@@ -305,10 +308,10 @@ def test_export_after_a_death_in_between(exported, shape, numpy_weights):
 def test_export_deletes_nothing_of_anybody_else(exported, tmp_path, shape, numpy_weights):
     folder, s, weights = exported()
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds notes.txt, which no export writes"):
+    with pytest.raises(ConfigError, match=r"holds notes.txt, which no export writes"):
         export(folder, s, weights, None, None, 64)
     assert (folder / "notes.txt").read_text() == "mine"
-    with pytest.raises(ConfigError, match="notes.txt' is a file"):
+    with pytest.raises(ConfigError, match=r"notes.txt' is a file"):
         export(folder / "notes.txt", s, weights, None, None, 64)
     (tmp_path / "empty").mkdir()
     export(tmp_path / "empty", s, weights, None, None, 64)
@@ -320,11 +323,13 @@ def test_export_with_tokenizer(tmp_path, shape, numpy_weights):
     export(tmp_path / "m", s, numpy_weights(s), None, tokenizer, 77)
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (tokenizer.bos_id, tokenizer.eos_id)
-    assert config["max_position_embeddings"] == 77 and config["vocab_size"] == 264
+    assert config["max_position_embeddings"] == 77
+    assert config["vocab_size"] == 264
     generation = json.loads((tmp_path / "m" / "generation_config.json").read_text())
     assert (generation["bos_token_id"], generation["eos_token_id"]) == (tokenizer.bos_id, tokenizer.eos_id)
     read = load_tokenizer(tmp_path / "m")
-    assert read.encode("two one") == tokenizer.encode("two one") and read.eos_id == tokenizer.eos_id
+    assert read.encode("two one") == tokenizer.encode("two one")
+    assert read.eos_id == tokenizer.eos_id
     with pytest.raises(ConfigError, match="the tokenizer has ids up to 257; expected at most 60"):
         export(tmp_path / "n", shape(), numpy_weights(shape()), None, tokenizer, 64)
 
@@ -337,7 +342,9 @@ def test_export_in_another_type(tmp_path, shape, numpy_weights):
 def test_a_real_model_loads_with_every_tensor(stories):
     s = read_shape(stories, 2, 8)
     assert (s.vocab, s.width, s.layers, s.heads, s.kv_heads, s.head_dim, s.hidden) == (512, 64, 5, 8, 4, 8, 172)
-    assert s.tied and s.rope_theta == 10_000.0 and s.norm_eps == 1e-5
+    assert s.tied
+    assert s.rope_theta == 10_000.0
+    assert s.norm_eps == 1e-5
     weights = read_weights(stories, s)
     held = load_file(stories / "model.safetensors")
     assert sum(a.size for a in weights.values()) == sum(a.size for a in held.values())

@@ -98,6 +98,8 @@ class ModelConfig(Section):
         if self.init_from is None:
             if self.heads % self.kv_heads:
                 raise ValueError(f"kv_heads ({self.kv_heads}) must divide heads ({self.heads})")
+            if self.width % self.heads:
+                raise ValueError(f"heads ({self.heads}) must divide width ({self.width}): transformers loads no other Llama")
             if self.exit_layer >= self.layers:
                 raise ValueError(f"exit_layer ({self.exit_layer}) must be below layers ({self.layers})")
         return self
@@ -184,7 +186,6 @@ class PretrainConfig(Section):
     batch_size: PositiveInt = Field(32, description="rows of context_length tokens an update")
     accumulation: PositiveInt = Field(1, description="microbatches an update; divides batch_size")
     exit_weight: NonNegativeFloat = Field(0.3, description="weight of the early exit's loss, which trains the shallow drafter")
-    exit_stride: PositiveInt = Field(4, description="the exit's loss looks at every so-many-th position; divides context_length")
     eval_every: PositiveInt = Field(200, description="steps between evaluations")
     eval_rows: PositiveInt = Field(128, description="held-out rows an evaluation reads")
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -287,6 +288,7 @@ class SpeculationConfig(Section):
     block_verifies: PositiveInt = Field(8, description="verifications in a compiled block, between two looks of the host")
     slots: PositiveInt = Field(128, description="sequences decoded together; a finished one's slot takes the next prompt")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="the drafter's own optimiser, in every stage")
+    exit_stride: PositiveInt = Field(4, description="supervised: the exit's loss looks at every so-many-th position; divides context_length")
 
     @model_validator(mode="after")
     def _order(self):
@@ -339,7 +341,7 @@ class Config(Section):
         if sum(getattr(self.budget, stage) for stage in self.stages) <= 0:
             raise ValueError("budget: the shares of the stages that run add up to 0")
         _divides("pretrain.accumulation", self.pretrain.accumulation, "pretrain.batch_size", self.pretrain.batch_size)
-        _divides("pretrain.exit_stride", self.pretrain.exit_stride, "data.context_length", self.data.context_length)
+        _divides("speculation.exit_stride", self.speculation.exit_stride, "data.context_length", self.data.context_length)
         warmup, policy, ppo = self.finetune.warmup, self.finetune.policy, self.align.ppo
         _divides("finetune.warmup.accumulation", warmup.accumulation, "finetune.warmup.batch_size", warmup.batch_size)
         _divides("finetune.policy.minibatches", policy.minibatches, "finetune.policy.prompts * group_size",

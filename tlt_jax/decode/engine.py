@@ -44,8 +44,8 @@ _FIELDS = ("tokens_BT", "length_B", "policy_logp_BT", "sampler_logp_BT", "ended_
 class Engine:
     """A pool of `slots` sequences of up to `max_prompt` + `max_new` tokens, decoded on `mesh`.
 
-    Its compiled programs depend on the sizes given here alone: one for a block, and one for each power of two of
-    prompts admitted together. `filtered` says that requests may use top-k or top-p.
+    Its compiled programs depend on the sizes given here alone: one for a block, and one prefill for the whole pool, a
+    quarter of it, a sixteenth and so on, whichever is the smallest that holds the prompts admitted together.
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, *, slots: int, max_prompt: int, max_new: int, eos: Sequence[int],
@@ -85,9 +85,7 @@ class Engine:
             self._check(request)
         free = [slot for slot, owner in enumerate(self._owner) if owner is None]
         assert len(requests) <= len(free)
-        rows = self.parts
-        while rows < len(requests):
-            rows *= 2
+        rows = self._prefill_rows(len(requests))
         slot_ids = np.full(rows, self.slots, np.int32)
         tokens = np.zeros((rows, self.max_prompt), np.int32)
         length, limit = np.ones(rows, np.int32), np.ones(rows, np.int32)
@@ -130,6 +128,13 @@ class Engine:
                     self.admit(view, [waiting.pop() for _ in range(min(self.free, len(waiting)))])
                 results.update(self.step(view, exit))
         return _collect([results[i] for i in range(len(requests))], requests)
+
+    def _prefill_rows(self, count: int) -> int:
+        """The smallest of slots, slots / 4, slots / 16, ... that holds `count`, as the mesh divides it."""
+        rows = self.slots
+        while rows >= 4 * max(count, self.parts):
+            rows //= 4
+        return -(-rows // self.parts) * self.parts
 
     def _check(self, request: Request) -> None:
         if not 1 <= len(request.prompt) <= self.max_prompt:

@@ -60,10 +60,8 @@ class Declare:
 
 def initial_array(key: jax.Array, spec: ParamSpec) -> jax.Array:
     """The array at initialisation, float32; its randomness depends on the key and the path alone."""
-    if spec.init == "ones":
-        return jnp.ones(spec.shape, jnp.float32)
-    if spec.init == "zeros":
-        return jnp.zeros(spec.shape, jnp.float32)
+    if isinstance(spec.init, str):
+        return {"ones": jnp.ones, "zeros": jnp.zeros}[spec.init](spec.shape, jnp.float32)
     key = jax.random.fold_in(key, zlib.crc32(spec.path.encode()))
     return spec.init * jax.random.truncated_normal(key, -3.0, 3.0, spec.shape, jnp.float32)
 

@@ -57,6 +57,11 @@ def embed(view: DecodeView, tokens_BW: jax.Array) -> jax.Array:
     return constrain(view.embedding[tokens_BW], "batch", None, None)
 
 
+def write_cache(old_BTKN: jax.Array, new_BWKN: jax.Array, rows_B1: jax.Array, positions_BW: jax.Array) -> jax.Array:
+    """The cache with the new entries over whatever stood at their positions; beyond its length nothing is written."""
+    return old_BTKN.at[rows_B1, positions_BW].set(new_BWKN, mode="drop", unique_indices=True)
+
+
 def decode_layers(layers: tuple[Block, ...], cache: Cache, x_BWD: jax.Array, positions_BW: jax.Array) -> tuple[jax.Array, Cache]:
     """Runs `layers` on W new tokens a slot, at `positions`, writing their keys and values into `cache`.
 
@@ -70,14 +75,11 @@ def decode_layers(layers: tuple[Block, ...], cache: Cache, x_BWD: jax.Array, pos
     mask_B1WT = jnp.arange(length) <= positions_BW[:, None, :, None]
     rows_B1 = jnp.arange(x_BWD.shape[0])[:, None]
 
-    def write(old_BTKN: jax.Array, new_BWKN: jax.Array) -> jax.Array:
-        return old_BTKN.at[rows_B1, positions_BW].set(new_BWKN, mode="drop", unique_indices=True)
-
     new_cache: list[LayerCache] = []
     for layer, old in zip(layers, cache, strict=True):
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, old: LayerCache = old) -> tuple[jax.Array, Any]:
-            kept = LayerCache(write(old.key_BTKN, k), write(old.value_BTKN, v))
+            kept = LayerCache(*(write_cache(o, new, rows_B1, positions_BW) for o, new in ((old.key_BTKN, k), (old.value_BTKN, v))))
             return jax.nn.dot_product_attention(q, kept.key_BTKN, kept.value_BTKN, mask=mask_B1WT), kept
 
         x_BWD, kept = block(layer, x_BWD, cos_sin, attend)

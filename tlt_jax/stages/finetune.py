@@ -35,7 +35,7 @@ class Warmup(Phase):
         self.run, self.models, self.sampler, self.patience = run, models, sampler, config.patience
         self.eval_every, self.part = config.eval_every, (0.0, config.share)
         self.roles = policy_roles(models.policy.shape, config.optimizer, run.config.speculation.optimizer, config.exit_weight)
-        objective = next_token_objective(dtype=run.dtype, remat=run.config.model.remat, exit_weight=config.exit_weight, exit_stride=1)
+        objective = next_token_objective(dtype=run.dtype, remat=run.config.model.remat, exit_weight=config.exit_weight, exit_stride=run.config.speculation.exit_stride)
         self.update = make_update(objective, self.roles, run.mesh)
         self.loader = make_loader(_packed(run.corpus.train_tasks, context, "training"), config.batch_size, config.accumulation, run.config.run.seed + 1)
         self.held_out = HeldOutLoss(run, _packed(run.corpus.held_out_tasks, context, "held-out"), None)

@@ -176,18 +176,22 @@ class _PhaseRun:
         return bool(steps and self.spent.steps % steps == 0) or bool(seconds and time.monotonic() - self.last_save >= seconds)
 
     def _save(self) -> None:
+        """Saves a checkpoint under the number of the run's step. A phase that took no step has nothing to add to the
+        one before it: a run that goes on from there repeats this phase at once."""
         run = self.run
         self._flush()
         with run.timed("checkpoint"):
             self._clock()
             self._account()
+            run.write_results()
+            if self.spent.steps == 0:
+                return
             document = {
                 "stage": self.phase.stage, "phase": self.phase.name, "spent": self.spent.to_dict(), "done": self.done,
                 "times": run.times, "host": self.state.host, "results": run.results, "seconds": run.seconds,
             }
             run.store.save(run.step, flatten(self.state.arrays), document)
         self.last_save = time.monotonic()
-        run.write_results()
 
     def _account(self) -> None:
         """Brings the phase's record up to date: what it spent, and on what."""

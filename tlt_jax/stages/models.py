@@ -9,13 +9,12 @@ import jax
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import ConfigError
 from tlt_jax.config.load import read_config_tree
-from tlt_jax.config.schema import Config, ModelConfig
+from tlt_jax.config.schema import Config, ModelConfig, OptimizerConfig
 from tlt_jax.models.declare import flatten, initialise, shardings, unflatten
 from tlt_jax.models.heads import ScalarHead, ShallowExit
-from tlt_jax.models.hf.load import read_drafter, read_shape, read_weights
+from tlt_jax.models.hf import read_drafter, read_exit, read_shape, read_weights
 from tlt_jax.models.transformer import ModelShape, Transformer
 from tlt_jax.train.state import Build, Role
-from tlt_jax.config.schema import OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def model_shape(config: ModelConfig, vocab: int) -> ModelShape:
         names = ("width", "layers", "heads", "kv_heads", "head_dim", "hidden", "exit_layer", "exit_rank", "rope_theta", "norm_eps", "tied")
         return ModelShape(vocab=vocab, **{name: getattr(config, name) for name in names})
     if (source / "config.json").is_file():
-        return read_shape(source, config.exit_layer, config.exit_rank)
+        return read_shape(source, *(read_exit(source) or (config.exit_layer, config.exit_rank)))
     saved = ModelConfig.model_validate({**read_config_tree(source / "config.yaml").get("model", {}), "init_from": None})
     return model_shape(saved, vocab)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tlt_jax.config import Config, ConfigError, load_config
 from tlt_jax.config.schema import MeshConfig
-from tlt_jax.models.hf.save import export
+from tlt_jax.models.hf import export
 from tlt_jax.observe import write_report
 from tlt_jax.parallel.mesh import make_mesh
 from tlt_jax.stages.align import run_align

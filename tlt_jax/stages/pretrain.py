@@ -23,7 +23,7 @@ class Pretrain(Phase):
         self.run, self.models, self.eval_every = run, models, config.eval_every
         self.roles = policy_roles(models.policy.shape, config.optimizer, run.config.speculation.optimizer, config.exit_weight)
         objective = next_token_objective(dtype=run.dtype, remat=run.config.model.remat, exit_weight=config.exit_weight,
-                                         exit_stride=config.exit_stride)
+                                         exit_stride=run.config.speculation.exit_stride)
         self.update = make_update(objective, self.roles, run.mesh)
         self.loader = make_loader(run.corpus.train, config.batch_size, config.accumulation, run.config.run.seed)
         self.held_out = HeldOutLoss(run, run.corpus.held_out, config.eval_rows)

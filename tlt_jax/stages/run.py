@@ -119,7 +119,8 @@ def open_run(config: Config) -> Iterator[Run]:
         raise ConfigError(f"`run.output_dir` is {config.run.output_dir!r}; expected a folder that can be written ({error})") from None
     with ExitStack() as stack:
         set_up_logging(folder)
-        stack.callback(close_logging)
+        # After a failure the log stays open, for whoever reports it.
+        stack.push(lambda kind, error, traceback: close_logging() if kind is None else None)
         _record_config(folder, config)
         progress = stack.enter_context(Progress())
         log.info("%s: %s", config.run.name, ", ".join(config.stages))

@@ -54,7 +54,7 @@ def make_update(objective: Objective, roles: dict[str, Role], mesh: Mesh) -> Cal
                 updates, opt[name] = transforms[name].update(grads[name], state.opt[name], state.params[name])
                 rate = role.rate(progress)
                 params[name] = jax.tree.map(lambda p, u, rate=rate: p + rate * u, state.params[name], updates)
-        metrics["train/grad_norm"] = optax.global_norm(grads[main])
+        metrics["train/grad_norm"] = optax.tree.norm(grads[main])
         metrics["train/lr"] = roles[main].rate(progress)
         return TrainState(state.step + 1, params, opt), metrics
 

@@ -19,6 +19,7 @@ from tlt_jax.models.transformer import ModelShape
 
 ARCHITECTURE = "LlamaForCausalLM"
 FLOATS = ("F32", "BF16", "F16")
+OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
 SHOWN = 8  # lines of a list in an error message
 
 
@@ -65,15 +66,15 @@ def read_weights(folder: str | Path, shape: ModelShape) -> dict[str, np.ndarray]
     with ExitStack() as stack:
         where = _open_weights(folder, stack)
         head = where.pop("lm_head.weight", None) if shape.tied else None
-        where = {name: file for name, file in where.items() if name in wanted or not name.endswith("rotary_emb.inv_freq")}
+        where = {name: file for name, file in where.items() if not name.endswith("rotary_emb.inv_freq")}
         _check(folder, where, wanted)
         for name, tensor in wanted.items():
             array = to_ours(_get(where[name], name), tensor.spec)
             weights[tensor.spec.path][() if tensor.layer is None else tensor.layer] = array
         if head is not None and not np.array_equal(_get(head, "lm_head.weight"), weights["embedding"]):
             raise ConfigError(
-                f"{str(folder)!r}: config.json says `tie_word_embeddings`: true, but lm_head.weight is not the embedding;"
-                " expected false, or no lm_head.weight"
+                f"{str(folder)!r}: `tie_word_embeddings` in config.json is true, but lm_head.weight is not the"
+                " embedding; expected false, or no lm_head.weight"
             )
     return weights
 
@@ -158,7 +159,7 @@ def _open_weights(folder: Path, stack: ExitStack) -> dict[str, Any]:
         file = _open(folder / WEIGHTS, stack)
         return dict.fromkeys(file.keys(), file)
     if not (folder / INDEX).is_file():
-        others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5"))
+        others = sorted(p.name for p in folder.glob("*") if p.suffix in OTHER_FORMATS)
         found = f" (found {', '.join(others)}: only safetensors are read)" if others else ""
         raise ConfigError(f"folder {str(folder)!r} holds no weights{found}; expected {WEIGHTS} or {INDEX}")
     listed = _read_json(folder / INDEX).get("weight_map")

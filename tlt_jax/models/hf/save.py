@@ -17,13 +17,15 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tlt_jax.config import ConfigError
+from tlt_jax.models.hf import names
 from tlt_jax.models.hf.load import ARCHITECTURE
-from tlt_jax.models.hf.names import DRAFTER, INDEX, WEIGHTS, Tensor, drafter_specs, tensors, to_theirs, transformer_specs
+from tlt_jax.models.hf.names import DRAFTER, INDEX, WEIGHTS, Tensor
 from tlt_jax.models.transformer import ModelShape
 from tlt_jax.text.tokenizer import Tokenizer
 from tlt_jax.text.tokenizer import save as save_tokenizer
 
 log = logging.getLogger("tlt_jax")
+Arrays = dict[str, np.ndarray]
 DTYPES = {
     "float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16),
 }
@@ -33,8 +35,8 @@ WRITTEN = {
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
-def export(folder: str | Path, shape: ModelShape, weights: dict[str, np.ndarray], drafter: dict[str, np.ndarray] | None,
-           tokenizer: Tokenizer | None, context_length: int, dtype: str = "float32", max_shard_bytes: float = 5e9) -> None:
+def export(folder: str | Path, shape: ModelShape, weights: Arrays, drafter: Arrays | None, tokenizer: Tokenizer | None,
+           context_length: int, dtype: str = "float32", max_shard_bytes: float = 5e9) -> None:
     """Writes the Transformer `weights` of `shape` ({our path: array}) as a Hugging Face directory.
 
     It holds config.json, generation_config.json, model.safetensors in `dtype` (shards of at most `max_shard_bytes`
@@ -51,8 +53,8 @@ def export(folder: str | Path, shape: ModelShape, weights: dict[str, np.ndarray]
         raise ConfigError(f"export: the type {dtype!r} is not offered; expected one of {', '.join(DTYPES)}")
     if tokenizer is not None and tokenizer.vocab_size > shape.vocab:
         raise ConfigError(
-            f"export: the tokenizer has ids up to {tokenizer.vocab_size - 1}; expected at most {shape.vocab - 1}, as the"
-            f" embedding has {shape.vocab} rows"
+            f"export: the tokenizer has ids up to {tokenizer.vocab_size - 1}; expected at most {shape.vocab - 1}, as"
+            f" the embedding has {shape.vocab} rows"
         )
     if shape.width % shape.heads:
         log.warning("export: transformers refuses a Llama whose width (%d) its heads (%d) do not divide; what is"
@@ -109,19 +111,19 @@ def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     }
 
 
-def _write_weights(folder: Path, shape: ModelShape, weights: dict[str, np.ndarray], dtype: np.dtype, limit: float) -> None:
+def _write_weights(folder: Path, shape: ModelShape, weights: Arrays, dtype: np.dtype, limit: float) -> None:
     """One file, or shards and their index. No more than one shard is held converted at a time."""
-    specs = transformer_specs(shape)
+    specs = names.transformer_specs(shape)
     _check_arrays("weights", weights, {path: spec.shape for path, spec in specs.items()})
-    shards = list(_shards(tensors(specs), dtype.itemsize, limit))
-    names = [WEIGHTS] if len(shards) == 1 else [
+    shards = list(_shards(names.tensors(specs), dtype.itemsize, limit))
+    files = [WEIGHTS] if len(shards) == 1 else [
         f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)
     ]
-    for name, shard in zip(names, shards, strict=True):
-        _save({t.name: _converted(t, weights[t.spec.path], dtype) for t in shard}, folder / name, {"format": "pt"})
+    for file, shard in zip(files, shards, strict=True):
+        _save({t.name: _converted(t, weights[t.spec.path], dtype) for t in shard}, folder / file, {"format": "pt"})
     if len(shards) > 1:
         total = sum(_size(tensor) for shard in shards for tensor in shard)
-        where = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        where = {tensor.name: file for file, shard in zip(files, shards, strict=True) for tensor in shard}
         metadata = {"total_parameters": total, "total_size": total * dtype.itemsize}
         _write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(where.items()))})
 
@@ -147,25 +149,25 @@ def _size(tensor: Tensor) -> int:
 def _converted(tensor: Tensor, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     ours = np.asarray(array if tensor.layer is None else array[tensor.layer])
     with np.errstate(over="ignore"):  # checked below, by name
-        theirs = np.ascontiguousarray(to_theirs(ours, tensor.spec), dtype=dtype)
-    if dtype == np.float16 and not np.array_equal(np.isfinite(theirs), np.isfinite(to_theirs(ours, tensor.spec))):
+        theirs = np.ascontiguousarray(names.to_theirs(ours, tensor.spec), dtype=dtype)
+    if dtype == np.float16 and not np.array_equal(np.isfinite(theirs), np.isfinite(names.to_theirs(ours, tensor.spec))):
         raise ConfigError(f"export: {tensor.name} has values up to {np.nanmax(np.abs(ours)):.3g}, beyond float16;"
                           " expected the type bfloat16 or float32")
     return theirs
 
 
-def _write_drafter(path: Path, shape: ModelShape, drafter: dict[str, np.ndarray]) -> None:
-    _check_arrays("drafter", drafter, {name: spec.shape for name, spec in drafter_specs(shape).items()})
+def _write_drafter(path: Path, shape: ModelShape, drafter: Arrays) -> None:
+    _check_arrays("drafter", drafter, {name: spec.shape for name, spec in names.drafter_specs(shape).items()})
     arrays = {name: np.ascontiguousarray(array, dtype=np.float32) for name, array in drafter.items()}
     _save(arrays, path, {"format": "pt", "exit_layer": str(shape.exit_layer), "exit_rank": str(shape.exit_rank)})
 
 
-def _check_arrays(what: str, arrays: dict[str, np.ndarray], wanted: dict[str, tuple[int, ...]]) -> None:
+def _check_arrays(what: str, arrays: Arrays, wanted: dict[str, tuple[int, ...]]) -> None:
     found = {name: tuple(array.shape) for name, array in arrays.items()}
     assert found == wanted, f"{what}: {sorted(found.items() ^ wanted.items())} are not in both"
 
 
-def _save(arrays: dict[str, np.ndarray], path: Path, metadata: dict[str, str]) -> None:
+def _save(arrays: Arrays, path: Path, metadata: dict[str, str]) -> None:
     path.touch()  # with the permissions of any new file: safetensors makes files that only their owner can read
     mode = path.stat().st_mode
     save_file(arrays, path, metadata=metadata)
@@ -182,10 +184,13 @@ def _refuse_foreign(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise ConfigError(f"export: {str(folder)!r} is a file; expected a folder, or nothing there")
-    foreign = sorted(p.name for p in folder.iterdir() if not (p.name in WRITTEN or SHARD.fullmatch(p.name)) or p.is_dir())
+    held = sorted(folder.iterdir())
+    foreign = [p.name for p in held if p.is_dir() or not (p.name in WRITTEN or SHARD.fullmatch(p.name))]
     if foreign:
-        raise ConfigError(f"export: folder {str(folder)!r} holds {', '.join(foreign[:5])}, which no export writes and which"
-                          " replacing it would delete; expected a new or empty folder, or a former export")
+        raise ConfigError(
+            f"export: folder {str(folder)!r} holds {', '.join(foreign[:5])}, which no export writes and which replacing"
+            " it would delete; expected a new or empty folder, or a former export"
+        )
 
 
 def _replace(folder: Path, write: Callable[[Path], None]) -> None:

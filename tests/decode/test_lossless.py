@@ -1,0 +1,125 @@
+"""Losslessness by enumeration: what speculative decoding draws has the target's joint distribution, exactly.
+
+Vocabulary 3, a drafter that differs, completions of G + 2 tokens (so that the bonus token and a second block occur), a
+ragged batch of mixed settings, EOS in reach. Chi-square of the joint distribution, Holm-corrected over all cells. Five
+mutations of the code must each be caught.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import tiny
+from support.enumeration import EOS, VOCAB, Setting, exact, holm_rejects, mean_total_variation, p_value
+
+from tlt_jax.decode import loop, propose, verify
+from tlt_jax.decode.engine import Engine, Request
+from tlt_jax.decode.propose import DraftSpec
+from tlt_jax.decode.sampling import _filter, policy_log_probs
+from tlt_jax.models import decode_view
+from tlt_jax.models.transformer import ModelShape
+
+SHAPE = ModelShape(vocab=VOCAB, width=8, layers=2, heads=2, kv_heads=1, head_dim=4, hidden=16, exit_layer=1, exit_rank=4, tied=False)
+PROMPTS = [[0], [0, 1, 0, 1, 0], [1, 1, 1]]
+PLAIN = [Setting(1.0), Setting(0.7)]
+FILTERED = [*PLAIN, Setting(1.0, top_k=2), Setting(0.7, top_p=0.8), Setting(1.0, top_k=2, top_p=0.9)]
+SAMPLES = 1500
+MODEL = tiny.transformer(SHAPE, seed=6, scale=2.0)
+EXIT = tiny.shallow_exit(SHAPE, seed=6, scale=2.0)
+
+
+def sample(drafter: str, draft_length: int, settings: list[Setting], samples: int = SAMPLES):
+    """One run of the engine: `samples` completions of each prompt in each setting, mixed. [(prompt, setting, row)], rollout."""
+    cells = [(prompt, setting) for prompt in PROMPTS for setting in settings]
+    order = np.random.default_rng(0).permutation(np.repeat(np.arange(len(cells)), samples))
+    requests = [
+        Request(np.array(cells[c][0], np.int32), draft_length + 2, int(i), cells[c][1].temperature, cells[c][1].top_k, cells[c][1].top_p)
+        for i, c in enumerate(order)
+    ]
+    spec = DraftSpec(drafter, draft_length, filtered=settings is not PLAIN, ngram_min=1, ngram_max=3)
+    engine = Engine(SHAPE, tiny.mesh(), slots=len(requests), max_prompt=5, max_new=7, eos=[EOS], draft=spec, dtype=jnp.float32, block_verifies=2)
+    rollout = engine.run(engine.view(MODEL), EXIT, requests)
+    return cells, order, rollout
+
+
+def cell_p_values(drafter: str, draft_length: int, settings: list[Setting], check_logp: bool = True) -> list[float]:
+    cells, order, rollout = sample(drafter, draft_length, settings)
+    if drafter == "ngram":
+        assert rollout.accepted_B.sum() > 0.02 * len(order), "the n-gram drafter does not fire"
+    p_values = []
+    for c, (prompt, setting) in enumerate(cells):
+        table = exact(MODEL, prompt, draft_length + 2, setting)
+        rows = np.flatnonzero(order == c)
+        outcomes = [tuple(rollout.tokens_BT[r, len(prompt) : rollout.length_B[r]].tolist()) for r in rows]
+        p_values.append(p_value(outcomes, table))
+        if check_logp:
+            check_log_probs(rollout.select(rows), outcomes, table)
+    return p_values
+
+
+def check_log_probs(rollout, outcomes, table):
+    """Recorded log-probs equal the enumerated ones, token by token, and are 0 everywhere else."""
+    for recorded, which in ((rollout.policy_logp_BT, 1), (rollout.sampler_logp_BT, 2)):
+        wanted = np.zeros_like(recorded)
+        for row, outcome in enumerate(outcomes):
+            start = rollout.prompt_length_B[row]
+            wanted[row, start : start + len(outcome)] = table[outcome][which]
+        np.testing.assert_allclose(recorded, wanted, atol=1e-4)
+
+
+def test_the_drafter_differs_from_the_target():
+    assert 0.2 <= mean_total_variation(MODEL, EXIT, PROMPTS, 4) <= 0.5
+
+
+def test_joint_distribution_and_log_probs_are_the_targets():
+    p_values = []
+    for draft_length in range(1, 6):
+        for settings in (PLAIN, FILTERED):
+            for drafter in ("shallow", "ngram"):
+                p_values += cell_p_values(drafter, draft_length, settings)
+    p_values += cell_p_values("off", 2, FILTERED)
+    assert not holm_rejects(p_values), f"smallest of {len(p_values)} p-values: {min(p_values):.2e}"
+
+
+def _no_residual(p_BWV, drafts_BG, q_BGV, drafted_B, accepted_B):
+    return jnp.take_along_axis(p_BWV, accepted_B[:, None, None], axis=1)[:, 0]
+
+
+def _bonus_from_the_wrong_row(original):
+    def mutated(p_BWV, drafts_BG, q_BGV, drafted_B, accepted_B):
+        wrong_BV = jnp.take_along_axis(p_BWV, jnp.maximum(accepted_B - 1, 0)[:, None, None], axis=1)[:, 0]
+        right_BV = original(p_BWV, drafts_BG, q_BGV, drafted_B, accepted_B)
+        return jnp.where((accepted_B == drafted_B)[:, None], wrong_BV, right_BV)
+
+    return mutated
+
+
+def _q_after_filters_the_draft_did_not_use(view, exit, context, spec):
+    unfiltered = DraftSpec(spec.drafter, spec.draft_length, filtered=False)
+    proposal = propose.propose_shallow(view, exit, context, unfiltered)
+    return proposal._replace(q_BGV=_filter(proposal.q_BGV, context.sampling))
+
+
+def _p_without_temperature(logits_BWV, temperature_B):
+    return policy_log_probs(logits_BWV, jnp.ones_like(temperature_B))
+
+
+def _stale_write(old_BTKN, new_BWKN, rows_B1, positions_BW):
+    """Keeps what an earlier, rejected draft wrote."""
+    there = old_BTKN.at[rows_B1, positions_BW].get(mode="fill", fill_value=0)
+    return old_BTKN.at[rows_B1, positions_BW].set(jnp.where(there != 0, there, new_BWKN), mode="drop")
+
+
+MUTATIONS = {
+    "no residual": lambda patch: patch.setattr(verify, "_residual", _no_residual),
+    "bonus from the wrong row": lambda patch: patch.setattr(verify, "_residual", _bonus_from_the_wrong_row(verify._residual)),
+    "q after filters that the draft did not use": lambda patch: patch.setitem(
+        propose.DRAFTERS, "shallow", _q_after_filters_the_draft_did_not_use),
+    "p without temperature": lambda patch: patch.setattr(loop, "policy_log_probs", _p_without_temperature),
+    "stale cache after a rejection": lambda patch: patch.setattr(decode_view, "write_cache", _stale_write),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_mutations_are_caught(mutation, monkeypatch):
+    MUTATIONS[mutation](monkeypatch)
+    assert holm_rejects(cell_p_values("shallow", 3, FILTERED, check_logp=False))

@@ -1,0 +1,37 @@
+"""Tiny models and meshes that the tests share."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tlt_jax.config.schema import MeshConfig
+from tlt_jax.models.declare import Declare, initial_array
+from tlt_jax.models.heads import ShallowExit
+from tlt_jax.models.transformer import ModelShape, Transformer
+from tlt_jax.parallel.mesh import make_mesh
+
+SHAPE = ModelShape(vocab=50, width=16, layers=3, heads=4, kv_heads=2, head_dim=4, hidden=24, exit_layer=1, exit_rank=4)
+
+
+def mesh():
+    return make_mesh(MeshConfig())
+
+
+def random_module(build, seed: int, scale: float = 1.0) -> nnx.Module:
+    """A module of arrays drawn at `scale` times their initial deviation; what starts at 0 is drawn too."""
+
+    def make(spec):
+        array = initial_array(jax.random.key(seed), spec)
+        if spec.init == "zeros":
+            array = 0.3 * jax.random.normal(jax.random.fold_in(jax.random.key(seed), len(spec.path)), spec.shape)
+        return jnp.asarray(array if spec.init == "ones" else scale * array)
+
+    return build(Declare(make))
+
+
+def transformer(shape: ModelShape = SHAPE, seed: int = 0, scale: float = 1.0) -> Transformer:
+    return random_module(lambda d: Transformer(shape, d), seed, scale)
+
+
+def shallow_exit(shape: ModelShape = SHAPE, seed: int = 1, scale: float = 1.0) -> ShallowExit:
+    return random_module(lambda d: ShallowExit(shape, d), seed, scale)
