@@ -33,7 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = ["run", *words]
     verb = importlib.import_module(f"tlt_jax.cli.{words[0]}")
     parser = argparse.ArgumentParser(
-        prog=f"tlt {words[0]}", description=verb.__doc__, epilog=verb.EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"tlt {words[0]}",
+        description=verb.__doc__,
+        epilog=verb.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.add(parser)
     arguments = parser.parse_intermixed_args(words[1:])

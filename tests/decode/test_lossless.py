@@ -18,7 +18,9 @@ from tlt_jax.decode.sampling import _filter, policy_log_probs
 from tlt_jax.models import decode_view
 from tlt_jax.models.transformer import ModelShape
 
-SHAPE = ModelShape(vocab=VOCAB, width=8, layers=2, heads=2, kv_heads=1, head_dim=4, hidden=16, exit_layer=1, exit_rank=4, tied=False)
+SHAPE = ModelShape(
+    vocab=VOCAB, width=8, layers=2, heads=2, kv_heads=1, head_dim=4, hidden=16, exit_layer=1, exit_rank=4, tied=False
+)
 PROMPTS = [[0], [0, 1, 0, 1, 0], [1, 1, 1]]
 PLAIN = [Setting(1.0), Setting(0.7)]
 FILTERED = [*PLAIN, Setting(1.0, top_k=2), Setting(0.7, top_p=0.8), Setting(1.0, top_k=2, top_p=0.9)]
@@ -32,11 +34,28 @@ def sample(drafter: str, draft_length: int, settings: list[Setting], samples: in
     cells = [(prompt, setting) for prompt in PROMPTS for setting in settings]
     order = np.random.default_rng(0).permutation(np.repeat(np.arange(len(cells)), samples))
     requests = [
-        Request(np.array(cells[c][0], np.int32), draft_length + 2, int(i), cells[c][1].temperature, cells[c][1].top_k, cells[c][1].top_p)
+        Request(
+            np.array(cells[c][0], np.int32),
+            draft_length + 2,
+            int(i),
+            cells[c][1].temperature,
+            cells[c][1].top_k,
+            cells[c][1].top_p,
+        )
         for i, c in enumerate(order)
     ]
     spec = DraftSpec(drafter, draft_length, filtered=settings is not PLAIN, ngram_min=1, ngram_max=3)
-    engine = Engine(SHAPE, tiny.mesh(), slots=len(requests), max_prompt=5, max_new=7, eos=[EOS], draft=spec, dtype=jnp.float32, block_verifies=2)
+    engine = Engine(
+        SHAPE,
+        tiny.mesh(),
+        slots=len(requests),
+        max_prompt=5,
+        max_new=7,
+        eos=[EOS],
+        draft=spec,
+        dtype=jnp.float32,
+        block_verifies=2,
+    )
     rollout = engine.run(engine.view(MODEL), EXIT, requests)
     return cells, order, rollout
 
@@ -111,9 +130,12 @@ def _stale_write(old_BTKN, new_BWKN, rows_B1, positions_BW):
 
 MUTATIONS = {
     "no residual": lambda patch: patch.setattr(verify, "_residual", _no_residual),
-    "bonus from the wrong row": lambda patch: patch.setattr(verify, "_residual", _bonus_from_the_wrong_row(verify._residual)),
+    "bonus from the wrong row": lambda patch: patch.setattr(
+        verify, "_residual", _bonus_from_the_wrong_row(verify._residual)
+    ),
     "q after filters that the draft did not use": lambda patch: patch.setitem(
-        propose.DRAFTERS, "shallow", _q_after_filters_the_draft_did_not_use),
+        propose.DRAFTERS, "shallow", _q_after_filters_the_draft_did_not_use
+    ),
     "p without temperature": lambda patch: patch.setattr(loop, "policy_log_probs", _p_without_temperature),
     "stale cache after a rejection": lambda patch: patch.setattr(decode_view, "write_cache", _stale_write),
 }

@@ -14,8 +14,20 @@ from tlt_jax.models.transformer import ModelShape, Transformer
 
 STORIES = Path(__file__).resolve().parents[3] / "shared" / "data" / "stories260k" / "hf"
 # No two sizes are equal, so that a wrong axis is a wrong shape.
-SHAPE = ModelShape(vocab=61, width=24, layers=3, heads=6, kv_heads=2, head_dim=10, hidden=34, exit_layer=2, exit_rank=5,
-                   rope_theta=5_000.0, norm_eps=3e-6, tied=False)
+SHAPE = ModelShape(
+    vocab=61,
+    width=24,
+    layers=3,
+    heads=6,
+    kv_heads=2,
+    head_dim=10,
+    hidden=34,
+    exit_layer=2,
+    exit_rank=5,
+    rope_theta=5_000.0,
+    norm_eps=3e-6,
+    tied=False,
+)
 
 
 @pytest.fixture

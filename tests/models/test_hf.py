@@ -142,33 +142,43 @@ def test_rope_theta_survives_for_new_and_old_readers(exported):
 
 def test_defaults_of_the_format(exported):
     folder, s, _ = exported(width=24, heads=6, kv_heads=6, head_dim=4)
-    edit_config(folder, head_dim=None, num_key_value_heads=None, tie_word_embeddings=None, rms_norm_eps=None,
-                hidden_act=None)
+    edit_config(
+        folder, head_dim=None, num_key_value_heads=None, tie_word_embeddings=None, rms_norm_eps=None, hidden_act=None
+    )
     read = read_shape(folder, s.exit_layer, s.exit_rank)
     assert (read.head_dim, read.kv_heads, read.tied, read.norm_eps) == (4, 6, False, 1e-6)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"architectures": ["MistralForCausalLM"]}, r"`architectures` is \['MistralForCausalLM'\]; expected \['LlamaForC"),
-    ({"architectures": None}, "`architectures` is None"),
-    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}}, "llama3.*scaled rotary embedding"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "`rope_scaling` is .*linear.*scaled rotary embedding"),
-    ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "not full_attention"),
-    ({"rope_parameters": 7}, "`rope_parameters` is 7; expected an object"),
-    ({"rope_parameters": {"rope_theta": -1.0}}, "`rope_theta` is -1.0; expected a positive number"),
-    ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5; expected 1"),
-    ({"attention_bias": True}, "`attention_bias` is True; expected false"),
-    ({"mlp_bias": True}, "`mlp_bias` is True; expected false"),
-    ({"hidden_act": "gelu"}, "`hidden_act` is 'gelu'; expected 'silu'"),
-    ({"quantization_config": {"bits": 4}}, "`quantization_config`.*quantised weights"),
-    ({"hidden_size": None}, "`hidden_size` is None; expected a positive integer"),
-    ({"vocab_size": "61"}, "`vocab_size` is '61'; expected a positive integer"),
-    ({"num_hidden_layers": True}, "`num_hidden_layers` is True; expected a positive integer"),
-    ({"num_key_value_heads": 4}, r"`num_key_value_heads` is 4; expected a divisor of num_attention_heads \(6\)"),
-    ({"head_dim": 5}, "`head_dim` is 5; expected an even number"),
-    ({"rms_norm_eps": "small"}, "`rms_norm_eps` is 'small'; expected a positive number"),
-    ({"tie_word_embeddings": 1}, "`tie_word_embeddings` is 1; expected true or false"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["MistralForCausalLM"]},
+            r"`architectures` is \['MistralForCausalLM'\]; expected \['LlamaForC",
+        ),
+        ({"architectures": None}, "`architectures` is None"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}},
+            "llama3.*scaled rotary embedding",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "`rope_scaling` is .*linear.*scaled rotary embedding"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "not full_attention"),
+        ({"rope_parameters": 7}, "`rope_parameters` is 7; expected an object"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "`rope_theta` is -1.0; expected a positive number"),
+        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5; expected 1"),
+        ({"attention_bias": True}, "`attention_bias` is True; expected false"),
+        ({"mlp_bias": True}, "`mlp_bias` is True; expected false"),
+        ({"hidden_act": "gelu"}, "`hidden_act` is 'gelu'; expected 'silu'"),
+        ({"quantization_config": {"bits": 4}}, "`quantization_config`.*quantised weights"),
+        ({"hidden_size": None}, "`hidden_size` is None; expected a positive integer"),
+        ({"vocab_size": "61"}, "`vocab_size` is '61'; expected a positive integer"),
+        ({"num_hidden_layers": True}, "`num_hidden_layers` is True; expected a positive integer"),
+        ({"num_key_value_heads": 4}, r"`num_key_value_heads` is 4; expected a divisor of num_attention_heads \(6\)"),
+        ({"head_dim": 5}, "`head_dim` is 5; expected an even number"),
+        ({"rms_norm_eps": "small"}, "`rms_norm_eps` is 'small'; expected a positive number"),
+        ({"tie_word_embeddings": 1}, "`tie_word_embeddings` is 1; expected true or false"),
+    ],
+)
 def test_config_that_is_not_supported(exported, changes, message):
     folder, _, _ = exported()
     edit_config(folder, **changes)

@@ -46,8 +46,10 @@ def test_packed_documents_do_not_see_each_other(shape, random_module):
     model = random_module(shape())
     one, two = tokens_of(5, 7)
     packed = whole(
-        model, np.concatenate([one, two, [0, 0]])[None].astype(np.int32),
-        np.array([[1] * 5 + [2] * 7 + [0, 0]]), np.array([[*range(5), *range(7), 0, 0]]),
+        model,
+        np.concatenate([one, two, [0, 0]])[None].astype(np.int32),
+        np.array([[1] * 5 + [2] * 7 + [0, 0]]),
+        np.array([[*range(5), *range(7), 0, 0]]),
     )
     for alone, cells in ((one, slice(0, 5)), (two, slice(5, 12))):
         for found, expected in zip(packed, whole(model, alone[None]), strict=True):

@@ -39,7 +39,11 @@ def test_thin_keeps_spikes_and_gaps():
 @pytest.mark.parametrize(
     "values",
     [
-        [1.0, 2.0], [0.0] * 50, [math.nan, 1.0, math.nan, 2.0], [1e-5 * i for i in range(60)], [math.inf, 1.0, 2.0],
+        [1.0, 2.0],
+        [0.0] * 50,
+        [math.nan, 1.0, math.nan, 2.0],
+        [1e-5 * i for i in range(60)],
+        [math.inf, 1.0, 2.0],
         [-3e8, 4e9],
     ],  # fmt: skip
 )

@@ -97,10 +97,14 @@ def batches(vocab):
 
 
 # The norms at which gradients are clipped (policy, exit) lie amid those that occur: some steps are clipped, some not.
-@pytest.mark.parametrize(("shape", "clip_norms"), [
-    (ModelShape(61, 32, 3, 4, 2, 8, 45, 1, 6, 10_000.0, 1e-5, True), (2.2, 0.05)),
-    (ModelShape(61, 24, 2, 3, 1, 10, 40, 1, 5, 500.0, 1e-6, False), (8.0, 0.2)),
-], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("shape", "clip_norms"),
+    [
+        (ModelShape(61, 32, 3, 4, 2, 8, 45, 1, 6, 10_000.0, 1e-5, True), (2.2, 0.05)),
+        (ModelShape(61, 24, 2, 3, 1, 10, 40, 1, 5, 500.0, 1e-6, False), (8.0, 0.2)),
+    ],
+    ids=["tied", "untied"],
+)
 def test_twenty_steps_equal_the_twins(shape, clip_norms, tmp_path, random_arrays, as_module, mesh, record_property):
     arrays, exit_arrays = random_arrays(shape), random_arrays(shape, ShallowExit, 1)
     export(tmp_path / "m", shape, arrays, None, None, LENGTH)

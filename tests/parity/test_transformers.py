@@ -22,7 +22,7 @@ TEXTS = ["def add(a, b):\n    return a + b\n", "for i in range(10):\n    print(i
 NEW = 32
 STORY = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park with her dog. One day,"
-    " they saw a big red ball under a tree. \"Look, a ball!\" said Lily. The dog ran and ran, and then it sat down. "
+    ' they saw a big red ball under a tree. "Look, a ball!" said Lily. The dog ran and ran, and then it sat down. '
 )
 
 
@@ -119,16 +119,23 @@ def test_the_tokenizer_gives_the_same_ids(exported):
 def greedy_of_theirs(theirs, ids):
     """(completion, margin between the two likeliest tokens at each of its steps)."""
     prompt = torch.tensor([ids])
-    out = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW,
-                          output_logits=True, return_dict_in_generate=True)
+    out = theirs.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=NEW,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     best = torch.stack(out.logits)[:, 0].topk(2, dim=-1).values
     return out.sequences[0, len(ids) :].numpy(), (best[:, 0] - best[:, 1]).numpy()
 
 
 def assert_greedy_is_equal(s, model, exit, theirs, prompts, eos, mesh, draft):
     """Equal up to the first step where rounding decides (both of the likeliest tokens within 1e-4)."""
-    engine = Engine(s, mesh, slots=2, max_prompt=max(map(len, prompts)), max_new=NEW, eos=[eos], draft=draft,
-                    dtype=jnp.float32)
+    engine = Engine(
+        s, mesh, slots=2, max_prompt=max(map(len, prompts)), max_new=NEW, eos=[eos], draft=draft, dtype=jnp.float32
+    )
     requests = [Request(np.array(ids, np.int32), NEW, seed, temperature=0.0) for seed, ids in enumerate(prompts)]
     rollout = engine.run(engine.view(model), exit, requests)
     compared = 0
@@ -151,8 +158,16 @@ DRAFTS = [DraftSpec("off", 0, False), DraftSpec("shallow", 4, False)]
 def test_greedy_completions_are_equal(exported, as_module, mesh, draft):
     folder, s, weights, tokenizer, drafter = exported
     prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in (TEXTS[0], TEXTS[1], "x")]
-    assert_greedy_is_equal(s, as_module(s, weights), as_module(s, drafter, ShallowExit), their_model(folder), prompts,
-                           tokenizer.eos_id, mesh, draft)
+    assert_greedy_is_equal(
+        s,
+        as_module(s, weights),
+        as_module(s, drafter, ShallowExit),
+        their_model(folder),
+        prompts,
+        tokenizer.eos_id,
+        mesh,
+        draft,
+    )
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda d: d.drafter)
@@ -161,7 +176,13 @@ def test_greedy_completions_of_a_real_model_are_equal(stories, random_arrays, as
     tokenizer = load_tokenizer(stories)
     prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in ("Once upon a time", "Tom had a", STORY)]
     rollout = assert_greedy_is_equal(
-        s, as_module(s, read_weights(stories, s)), as_module(s, random_arrays(s, ShallowExit, 1), ShallowExit),
-        their_model(stories), prompts, tokenizer.eos_id, mesh, draft,
+        s,
+        as_module(s, read_weights(stories, s)),
+        as_module(s, random_arrays(s, ShallowExit, 1), ShallowExit),
+        their_model(stories),
+        prompts,
+        tokenizer.eos_id,
+        mesh,
+        draft,
     )
     assert draft.drafter == "off" or rollout.drafted_B.sum() > 0

@@ -45,7 +45,9 @@ def outcomes(length: int) -> list[tuple[int, ...]]:
     return found
 
 
-def exact(model, prompt: list[int], length: int, setting: Setting) -> dict[tuple[int, ...], tuple[float, list[float], list[float]]]:
+def exact(
+    model, prompt: list[int], length: int, setting: Setting
+) -> dict[tuple[int, ...], tuple[float, list[float], list[float]]]:
     """{completion: (probability, policy log-prob a token, sampler log-prob a token)}."""
     every = outcomes(length)
     # One padded shape for all prompts and lengths, so that the model is compiled once.
@@ -100,7 +102,11 @@ def p_value(samples: list[tuple[int, ...]], table: dict) -> float:
     expected = np.append(expected[common], expected[~common].sum())
     if expected[-1] < 1e-9:
         observed, expected = observed[:-1], expected[:-1]
-    return float(stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue) if len(observed) > 1 else 1.0
+    return (
+        float(stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue)
+        if len(observed) > 1
+        else 1.0
+    )
 
 
 def holm_rejects(p_values: list[float], level: float = 0.01) -> bool:

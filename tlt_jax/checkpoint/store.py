@@ -69,8 +69,10 @@ class Store:
         """
         target = {path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for path, a in like.items()}
         saved = self._manager.item_metadata(step)["arrays"]
-        differences = _differences({path: (tuple(m.shape), str(m.dtype)) for path, m in saved.items()},
-                                   {path: (a.shape, str(a.dtype)) for path, a in target.items()})
+        differences = _differences(
+            {path: (tuple(m.shape), str(m.dtype)) for path, m in saved.items()},
+            {path: (a.shape, str(a.dtype)) for path, a in target.items()},
+        )
         if differences:
             raise ConfigError(f"checkpoint {step} in {self.folder} does not fit the config: {'; '.join(differences)}")
         return self._manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(target)))["arrays"]
@@ -133,7 +135,11 @@ class Store:
 
 def _digests(folder: Path) -> dict[str, str]:
     """{relative name: sha256} of every file below `folder`."""
-    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(folder.rglob("*")) if f.is_file()}
+    return {
+        str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest()
+        for f in sorted(folder.rglob("*"))
+        if f.is_file()
+    }
 
 
 def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

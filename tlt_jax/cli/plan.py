@@ -11,7 +11,11 @@ from tlt_jax.models.transformer import ModelShape, Transformer
 from tlt_jax.parallel.mesh import MESH_AXES, mesh_shape
 from tlt_jax.stages.models import model_shape
 
-MOMENTS = {"adamw": 2, "lion": 1, "muon": 2}  # muon: one for matrices, two for what AdamW handles; the larger is planned
+MOMENTS = {
+    "adamw": 2,
+    "lion": 1,
+    "muon": 2,
+}  # muon: one for matrices, two for what AdamW handles; the larger is planned
 
 
 def print_plan(config: Config) -> None:
@@ -26,7 +30,8 @@ def print_plan(config: Config) -> None:
     mesh = mesh_shape(config.device.mesh, jax.device_count())
     facts = Table(title=f"plan of {config.run.name}", show_header=False, title_justify="left")
     rows = {
-        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}, mesh " + " x ".join(f"{a} {n}" for a, n in zip(MESH_AXES, mesh, strict=True)),
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}, mesh "
+        + " x ".join(f"{a} {n}" for a, n in zip(MESH_AXES, mesh, strict=True)),
         "model": f"{parameters(shape):,} parameters: {shape.layers} layers, {shape.width} wide, {shape.heads} heads ({shape.kv_heads} kv), vocabulary {shape.vocab}",
         "drafter": f"{config.speculation.drafter}, {config.speculation.draft_length} tokens; exit after layer {shape.exit_layer}",
         "memory": memory(config, shape, math.prod(mesh[1:]), compute_dtype(config.device).itemsize),
@@ -46,14 +51,25 @@ def parameters(shape: ModelShape) -> int:
 def memory(config: Config, shape: ModelShape, parts: int, itemsize: int) -> str:
     """Bytes of what stays on each device, in words: weights, moments, gradients, frozen copies, cache."""
     count = parameters(shape) / parts
-    optimizer = {"pretrain": config.pretrain.optimizer, "finetune": config.finetune.policy.optimizer, "align": config.align.ppo.optimizer}
+    optimizer = {
+        "pretrain": config.pretrain.optimizer,
+        "finetune": config.finetune.policy.optimizer,
+        "align": config.align.ppo.optimizer,
+    }
     moments = max(MOMENTS[optimizer[stage].name] for stage in config.stages)
     frozen = 2 if "align" in config.stages else 1 if "finetune" in config.stages else 0
     positions = config.data.tasks.max_prompt_tokens + config.data.tasks.max_completion_tokens
     cache = 2 * shape.layers * config.speculation.slots * positions * shape.kv_heads * shape.head_dim * itemsize
-    sizes = {"weights, gradients and optimiser": 4 * count * (2 + moments), "frozen models": 4 * count * frozen,
-             "decode view": itemsize * count, "cache of all slots": cache}
-    return ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items() if size) + " (activations come on top)"
+    sizes = {
+        "weights, gradients and optimiser": 4 * count * (2 + moments),
+        "frozen models": 4 * count * frozen,
+        "decode view": itemsize * count,
+        "cache of all slots": cache,
+    }
+    return (
+        ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items() if size)
+        + " (activations come on top)"
+    )
 
 
 def _stages(config: Config) -> Table:
@@ -71,5 +87,3 @@ def _stages(config: Config) -> Table:
         amount = share * config.budget.total
         rows.add_row(stage, f"{share:.0%}", f"{amount:,.0f}", updates[stage])
     return rows
-
-

@@ -13,7 +13,9 @@ EXAMPLES = """examples:
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_config_options(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print stages, steps, parameters, mesh and memory, and stop")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print stages, steps, parameters, mesh and memory, and stop"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

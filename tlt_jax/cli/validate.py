@@ -18,7 +18,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     config = config_of(arguments)
     check_files(config)
-    print(f"{arguments.config or 'the default config'} is right: {', '.join(config.stages)}; {config.budget.total:g} {config.budget.unit}")
+    print(
+        f"{arguments.config or 'the default config'} is right: {', '.join(config.stages)}; {config.budget.total:g} {config.budget.unit}"
+    )
     return DONE
 
 

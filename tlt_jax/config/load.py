@@ -153,7 +153,9 @@ def _nearest_key(path: list[str]) -> str:
     close = difflib.get_close_matches(wanted, siblings, 1, 0.6)
     close = close or [k for k in keys if k.split(".")[-1] == path[-1]][:1]
     close = close or difflib.get_close_matches(wanted, keys + sections, 1, 0.5)
-    return f"; did you mean `{close[0]}`?" if close else f"; known here: {', '.join(k.split('.')[-1] for k in siblings)}"
+    return (
+        f"; did you mean `{close[0]}`?" if close else f"; known here: {', '.join(k.split('.')[-1] for k in siblings)}"
+    )
 
 
 def _nearest(name: str, names: list[str]) -> str:

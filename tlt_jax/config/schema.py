@@ -64,7 +64,9 @@ class MeshConfig(Section):
 
 class DeviceConfig(Section):
     platform: Literal["auto", "cpu", "gpu", "tpu"] = Field("auto", description="where to run")
-    cpu_devices: PositiveInt = Field(1, description="simulated devices on the CPU; 2 use two cores better than one does")
+    cpu_devices: PositiveInt = Field(
+        1, description="simulated devices on the CPU; 2 use two cores better than one does"
+    )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="type of activations; auto: float32 on CPU, bfloat16 elsewhere. Weights stay float32"
     )
@@ -78,7 +80,8 @@ class ModelConfig(Section):
     """A decoder-only transformer (Llama's architecture); with init_from, its shape comes from there."""
 
     init_from: str | None = Field(
-        None, description="a Hugging Face directory, or a run directory of ours, to take weights, shape and tokenizer from"
+        None,
+        description="a Hugging Face directory, or a run directory of ours, to take weights, shape and tokenizer from",
     )
     width: PositiveInt = Field(128, description="model width D")
     layers: PositiveInt = Field(4, description="layers L")
@@ -91,7 +94,9 @@ class ModelConfig(Section):
     tied: bool = Field(True, description="the output head is the embedding, transposed")
     exit_layer: PositiveInt = Field(2, description="the shallow drafter leaves after this many layers; below `layers`")
     exit_rank: PositiveInt = Field(32, description="rank of the shallow drafter's own residual adapter")
-    remat: RematPolicy = Field("none", description="what the backward pass recomputes: none, all but matmuls, everything")
+    remat: RematPolicy = Field(
+        "none", description="what the backward pass recomputes: none, all but matmuls, everything"
+    )
 
     @model_validator(mode="after")
     def _shape(self):
@@ -99,7 +104,9 @@ class ModelConfig(Section):
             if self.heads % self.kv_heads:
                 raise ValueError(f"kv_heads ({self.kv_heads}) must divide heads ({self.heads})")
             if self.width % self.heads:
-                raise ValueError(f"heads ({self.heads}) must divide width ({self.width}): transformers loads no other Llama")
+                raise ValueError(
+                    f"heads ({self.heads}) must divide width ({self.width}): transformers loads no other Llama"
+                )
             if self.exit_layer >= self.layers:
                 raise ValueError(f"exit_layer ({self.exit_layer}) must be below layers ({self.layers})")
         return self
@@ -110,10 +117,14 @@ class SourceConfig(Section):
     path: str | None = Field(None, description="a folder (directory) or a file (jsonl)")
     pattern: str = Field("**/*", description="which files of a directory, as a glob")
     text_field: str = Field("text", description="the field of a JSONL line or hub record that holds the text")
-    on_bad_line: Literal["error", "skip"] = Field("error", description="a JSONL line that cannot be read: stop, or count and go on")
+    on_bad_line: Literal["error", "skip"] = Field(
+        "error", description="a JSONL line that cannot be read: stop, or count and go on"
+    )
     hub_name: str | None = Field(None, description="data set on the hub (extra `hub`)")
     hub_split: str = Field("train", description="split of the hub data set")
-    hub_token: SecretStr | None = Field(None, description="access token for the hub; never written to the run directory")
+    hub_token: SecretStr | None = Field(
+        None, description="access token for the hub; never written to the run directory"
+    )
 
     @model_validator(mode="after")
     def _complete(self):
@@ -133,7 +144,8 @@ class TasksConfig(Section):
     """Prompt and completion pairs for finetune and align."""
 
     kind: TaskKind = Field(
-        "python_functions", description="python_functions: signature + docstring -> body, from the corpus; jsonl: a file of pairs"
+        "python_functions",
+        description="python_functions: signature + docstring -> body, from the corpus; jsonl: a file of pairs",
     )
     path: str | None = Field(None, description="the JSONL file")
     prompt_field: str = Field("prompt", description="its field with the prompt")
@@ -161,7 +173,9 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     name: OptimizerName = Field("adamw", description="adamw; lion; muon (matrices by Muon, the rest by AdamW)")
     learning_rate: PositiveFloat = Field(1e-3, description="peak learning rate")
-    adam_learning_rate: PositiveFloat | None = Field(None, description="muon: peak rate of what AdamW handles; default: the same")
+    adam_learning_rate: PositiveFloat | None = Field(
+        None, description="muon: peak rate of what AdamW handles; default: the same"
+    )
     weight_decay: NonNegativeFloat = Field(0.0, description="decoupled weight decay, on matrices alone")
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
     beta2: float = Field(0.95, ge=0.0, lt=1.0)
@@ -175,7 +189,9 @@ class OptimizerConfig(Section):
 class BudgetConfig(Section):
     """One total, divided over the stages that run by their shares."""
 
-    unit: Literal["steps", "tokens", "seconds"] = Field("steps", description="what the total counts; only steps and tokens replay exactly")
+    unit: Literal["steps", "tokens", "seconds"] = Field(
+        "steps", description="what the total counts; only steps and tokens replay exactly"
+    )
     total: PositiveFloat = Field(1000.0, description="the whole budget, in `unit`")
     pretrain: NonNegativeFloat = Field(0.4, description="share of the pretrain stage")
     finetune: NonNegativeFloat = Field(0.3, description="share of the finetune stage")
@@ -185,7 +201,9 @@ class BudgetConfig(Section):
 class PretrainConfig(Section):
     batch_size: PositiveInt = Field(32, description="rows of context_length tokens an update")
     accumulation: PositiveInt = Field(1, description="microbatches an update; divides batch_size")
-    exit_weight: NonNegativeFloat = Field(0.3, description="weight of the early exit's loss, which trains the shallow drafter")
+    exit_weight: NonNegativeFloat = Field(
+        0.3, description="weight of the early exit's loss, which trains the shallow drafter"
+    )
     eval_every: PositiveInt = Field(200, description="steps between evaluations")
     eval_rows: PositiveInt = Field(128, description="held-out rows an evaluation reads")
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -206,7 +224,9 @@ class WarmupConfig(Section):
 class RewardWeights(Section):
     quality: NonNegativeFloat = Field(1.0, description="checkable quality of the completion, 0 to 1")
     diversity: NonNegativeFloat = Field(0.3, description="difference from the rest of the group, 0 to 1")
-    speed: NonNegativeFloat = Field(0.05, description="accepted draft tokens per target call over draft_length, 0 to 1; never seconds")
+    speed: NonNegativeFloat = Field(
+        0.05, description="accepted draft tokens per target call over draft_length, 0 to 1; never seconds"
+    )
 
 
 class CurriculumConfig(Section):
@@ -226,10 +246,14 @@ class GroupPolicyConfig(Section):
     clip_high: PositiveFloat = Field(0.2, description="the ratio is clipped above 1 + clip_high")
     normalize_by_std: bool = Field(True, description="divide a group's advantages by their standard deviation")
     kl_coef: NonNegativeFloat = Field(0.15, description="weight of the KL to the reference, in the loss")
-    kl_estimator: KLEstimator = Field("k2", description="k2 has the gradient of the KL; k1 has none in expectation; k3 another's")
+    kl_estimator: KLEstimator = Field(
+        "k2", description="k2 has the gradient of the KL; k1 has none in expectation; k3 another's"
+    )
     entropy_coef: NonNegativeFloat = Field(0.0, description="weight of the entropy bonus")
     aggregation: Aggregation = Field("token_mean", description="mean over tokens, or over sequences of their means")
-    exit_weight: NonNegativeFloat = Field(0.3, description="weight of the drafter's loss, which leaves the policy's gradient alone")
+    exit_weight: NonNegativeFloat = Field(
+        0.3, description="weight of the drafter's loss, which leaves the policy's gradient alone"
+    )
     eval_every: PositiveInt = Field(20, description="steps between evaluations")
     rewards: RewardWeights = RewardWeights()
     curriculum: CurriculumConfig = CurriculumConfig()
@@ -267,12 +291,18 @@ class PPOConfig(Section):
     kl_target: PositiveFloat = Field(2.0, description="adaptive: KL to hold, nats a sequence")
     kl_horizon: PositiveFloat = Field(2000.0, description="adaptive: sequences over which the coefficient reacts")
     entropy_coef: NonNegativeFloat = Field(0.01, description="weight of the entropy bonus")
-    truncated_reward: float = Field(-2.0, description="reward of a completion that does not end, in standard deviations of the reward model")
+    truncated_reward: float = Field(
+        -2.0, description="reward of a completion that does not end, in standard deviations of the reward model"
+    )
     aggregation: Aggregation = Field("token_mean", description="mean over tokens, or over sequences of their means")
-    exit_weight: NonNegativeFloat = Field(0.3, description="weight of the drafter's loss, which leaves the policy's gradient alone")
+    exit_weight: NonNegativeFloat = Field(
+        0.3, description="weight of the drafter's loss, which leaves the policy's gradient alone"
+    )
     eval_every: PositiveInt = Field(20, description="steps between evaluations")
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-4)
-    value_optimizer: OptimizerConfig = Field(OptimizerConfig(learning_rate=2e-3), description="the value head's own optimiser")
+    value_optimizer: OptimizerConfig = Field(
+        OptimizerConfig(learning_rate=2e-3), description="the value head's own optimiser"
+    )
 
 
 class AlignConfig(Section):
@@ -281,14 +311,22 @@ class AlignConfig(Section):
 
 
 class SpeculationConfig(Section):
-    drafter: Drafter = Field("shallow", description="who proposes tokens: the first layers, n-grams of the sequence, or nobody")
+    drafter: Drafter = Field(
+        "shallow", description="who proposes tokens: the first layers, n-grams of the sequence, or nobody"
+    )
     draft_length: int = Field(5, ge=1, le=16, description="tokens proposed before each verification; 5-7 is classical")
     ngram_min: PositiveInt = Field(2, description="ngram: shortest suffix that counts as a match")
     ngram_max: PositiveInt = Field(4, description="ngram: longest suffix looked for")
-    block_verifies: PositiveInt = Field(8, description="verifications in a compiled block, between two looks of the host")
-    slots: PositiveInt = Field(128, description="sequences decoded together; a finished one's slot takes the next prompt")
+    block_verifies: PositiveInt = Field(
+        8, description="verifications in a compiled block, between two looks of the host"
+    )
+    slots: PositiveInt = Field(
+        128, description="sequences decoded together; a finished one's slot takes the next prompt"
+    )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="the drafter's own optimiser, in every stage")
-    exit_stride: PositiveInt = Field(4, description="supervised: the exit's loss looks at every so-many-th position; divides context_length")
+    exit_stride: PositiveInt = Field(
+        4, description="supervised: the exit's loss looks at every so-many-th position; divides context_length"
+    )
 
     @model_validator(mode="after")
     def _order(self):
@@ -321,7 +359,9 @@ class Config(Section):
 
     run: RunConfig = RunConfig()
     device: DeviceConfig = DeviceConfig()
-    stages: list[Stage] = Field(["pretrain", "finetune", "align"], min_length=1, description="stages to run, in this order")
+    stages: list[Stage] = Field(
+        ["pretrain", "finetune", "align"], min_length=1, description="stages to run, in this order"
+    )
     budget: BudgetConfig = BudgetConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -341,11 +381,17 @@ class Config(Section):
         if sum(getattr(self.budget, stage) for stage in self.stages) <= 0:
             raise ValueError("budget: the shares of the stages that run add up to 0")
         _divides("pretrain.accumulation", self.pretrain.accumulation, "pretrain.batch_size", self.pretrain.batch_size)
-        _divides("speculation.exit_stride", self.speculation.exit_stride, "data.context_length", self.data.context_length)
+        _divides(
+            "speculation.exit_stride", self.speculation.exit_stride, "data.context_length", self.data.context_length
+        )
         warmup, policy, ppo = self.finetune.warmup, self.finetune.policy, self.align.ppo
         _divides("finetune.warmup.accumulation", warmup.accumulation, "finetune.warmup.batch_size", warmup.batch_size)
-        _divides("finetune.policy.minibatches", policy.minibatches, "finetune.policy.prompts * group_size",
-                 policy.prompts * policy.group_size)
+        _divides(
+            "finetune.policy.minibatches",
+            policy.minibatches,
+            "finetune.policy.prompts * group_size",
+            policy.prompts * policy.group_size,
+        )
         _divides("align.ppo.minibatches", ppo.minibatches, "align.ppo.prompts", ppo.prompts)
         return self
 

@@ -2,7 +2,7 @@
 
 from tlt_jax.data.curriculum import Curriculum
 from tlt_jax.data.loader import Loader, held_out_batches, make_loader
-from tlt_jax.data.packing import PackedRows, pack_documents, pack_examples
+from tlt_jax.data.packing import PackedRows, pack_documents, pack_examples, pack_sequences
 from tlt_jax.data.prepare import Corpus, prepare
 from tlt_jax.data.sources import Document
 from tlt_jax.data.tasks import Tasks
@@ -18,5 +18,6 @@ __all__ = [
     "make_loader",
     "pack_documents",
     "pack_examples",
+    "pack_sequences",
     "prepare",
 ]

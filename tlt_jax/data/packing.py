@@ -95,6 +95,31 @@ def pack_examples(examples: Sequence[tuple[np.ndarray, np.ndarray]], context_len
     return PackedRows(**arrays)
 
 
+def pack_sequences(arrays: dict[str, np.ndarray], lengths: np.ndarray, multiple: int) -> dict[str, np.ndarray]:
+    """Whole right-padded sequences, [B, T] arrays of `lengths` [B], into fewer rows: [R, T] arrays, with `segments` and
+    `positions` added.
+
+    R is rounded up to a multiple of `multiple` and of about B / 8, so that at most 8 shapes occur; what is not used is
+    0 and of segment 0.
+    """
+    count, width = next(iter(arrays.values())).shape
+    row_of, used_rows = _first_fit_decreasing(lengths, width)
+    unit = -(-max(count // 8, 1) // multiple) * multiple
+    rows = -(-used_rows // unit) * unit
+    packed = {name: np.zeros((rows, width), array.dtype) for name, array in arrays.items()}
+    packed |= {name: np.zeros((rows, width), np.int32) for name in ("segments", "positions")}
+    used, segment = np.zeros(rows, np.int64), np.zeros(rows, np.int32)
+    for index, (row, size) in enumerate(zip(row_of, lengths, strict=True)):
+        cells = slice(used[row], used[row] + size)
+        used[row] += size
+        segment[row] += 1
+        for name, array in arrays.items():
+            packed[name][row, cells] = array[index, :size]
+        packed["segments"][row, cells] = segment[row]
+        packed["positions"][row, cells] = np.arange(size)
+    return packed
+
+
 def _first_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """The row of each size, and the count of rows."""
     row_of = np.zeros(len(sizes), np.int64)

@@ -38,7 +38,16 @@ class Request:
     top_p: float = 1.0
 
 
-_FIELDS = ("tokens_BT", "length_B", "policy_logp_BT", "sampler_logp_BT", "ended_B", "target_calls_B", "drafted_B", "accepted_B")
+_FIELDS = (
+    "tokens_BT",
+    "length_B",
+    "policy_logp_BT",
+    "sampler_logp_BT",
+    "ended_B",
+    "target_calls_B",
+    "drafted_B",
+    "accepted_B",
+)
 
 
 class Engine:
@@ -48,8 +57,19 @@ class Engine:
     quarter of it, a sixteenth and so on, whichever is the smallest that holds the prompts admitted together.
     """
 
-    def __init__(self, shape: ModelShape, mesh: Mesh, *, slots: int, max_prompt: int, max_new: int, eos: Sequence[int],
-                 draft: DraftSpec, dtype: Any, block_verifies: int = 8):
+    def __init__(
+        self,
+        shape: ModelShape,
+        mesh: Mesh,
+        *,
+        slots: int,
+        max_prompt: int,
+        max_new: int,
+        eos: Sequence[int],
+        draft: DraftSpec,
+        dtype: Any,
+        block_verifies: int = 8,
+    ):
         self.mesh, self.max_prompt, self.max_new = mesh, max_prompt, max_new
         # The batch axis is split over the mesh, so the pool is rounded up to its size.
         self.parts = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -61,7 +81,9 @@ class Engine:
         row = NamedSharding(mesh, P(RULES["batch"]))
         self._view = jax.jit(partial(decode_view, dtype=dtype))
         self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=row)
-        self._block = jax.jit(partial(decode_block, spec=draft, verifies=block_verifies), donate_argnums=2, out_shardings=row)
+        self._block = jax.jit(
+            partial(decode_block, spec=draft, verifies=block_verifies), donate_argnums=2, out_shardings=row
+        )
         self._empty = jax.jit(partial(empty_slots, shape, self.slots, max_prompt + max_new, dtype), out_shardings=row)
         self._row = row
         self.reset()

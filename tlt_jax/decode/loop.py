@@ -20,8 +20,21 @@ from tlt_jax.models.decode_view import Cache, DecodeView, decode_layers, embed, 
 from tlt_jax.models.heads import ShallowExit
 from tlt_jax.models.transformer import ModelShape, logits
 
-_SLOT_FIELDS = ["tokens_BT", "length_B", "limit_B", "done_B", "ended_B", "key_B2", "sampling", "policy_logp_BT",
-                "sampler_logp_BT", "target_calls_B", "drafted_B", "accepted_B", "cache"]
+_SLOT_FIELDS = [
+    "tokens_BT",
+    "length_B",
+    "limit_B",
+    "done_B",
+    "ended_B",
+    "key_B2",
+    "sampling",
+    "policy_logp_BT",
+    "sampler_logp_BT",
+    "target_calls_B",
+    "drafted_B",
+    "accepted_B",
+    "cache",
+]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=_SLOT_FIELDS, meta_fields=[])
@@ -48,23 +61,36 @@ def empty_slots(shape: ModelShape, slots: int, length: int, dtype: jnp.dtype) ->
     """A pool of free slots for sequences of up to `length` tokens."""
     ints, floats = jnp.zeros(slots, jnp.int32), jnp.zeros((slots, length), jnp.float32)
     return Slots(
-        tokens_BT=jnp.zeros((slots, length), jnp.int32), length_B=ints + 1, limit_B=ints + 1,
-        done_B=jnp.ones(slots, bool), ended_B=jnp.zeros(slots, bool), key_B2=jnp.zeros((slots, 2), jnp.uint32),
-        sampling=SamplingParams(jnp.ones(slots), ints, jnp.ones(slots)), policy_logp_BT=floats, sampler_logp_BT=floats,
-        target_calls_B=ints, drafted_B=ints, accepted_B=ints, cache=empty_cache(shape, slots, length, dtype),
+        tokens_BT=jnp.zeros((slots, length), jnp.int32),
+        length_B=ints + 1,
+        limit_B=ints + 1,
+        done_B=jnp.ones(slots, bool),
+        ended_B=jnp.zeros(slots, bool),
+        key_B2=jnp.zeros((slots, 2), jnp.uint32),
+        sampling=SamplingParams(jnp.ones(slots), ints, jnp.ones(slots)),
+        policy_logp_BT=floats,
+        sampler_logp_BT=floats,
+        target_calls_B=ints,
+        drafted_B=ints,
+        accepted_B=ints,
+        cache=empty_cache(shape, slots, length, dtype),
     )
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["slot_A", "tokens_AP", "length_A", "limit_A", "key_A2", "sampling"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["slot_A", "tokens_AP", "length_A", "limit_A", "key_A2", "sampling"],
+    meta_fields=[],
+)
 @dataclass(frozen=True)
 class Admission:
     """Prompts on their way into slots. A row whose slot lies beyond the pool is padding and goes nowhere."""
 
-    slot_A: jax.Array
-    tokens_AP: jax.Array
-    length_A: jax.Array
-    limit_A: jax.Array
-    key_A2: jax.Array
+    slot_A: Any
+    tokens_AP: Any
+    length_A: Any
+    limit_A: Any
+    key_A2: Any
     sampling: SamplingParams
 
 
@@ -99,7 +125,9 @@ def prefill(view: DecodeView, slots: Slots, new: Admission) -> Slots:
     )
 
 
-def decode_block(view: DecodeView, exit: ShallowExit, slots: Slots, eos_E: jax.Array, spec: DraftSpec, verifies: int) -> Slots:
+def decode_block(
+    view: DecodeView, exit: ShallowExit, slots: Slots, eos_E: jax.Array, spec: DraftSpec, verifies: int
+) -> Slots:
     """Up to `verifies` rounds of draft and verify, ending early once every slot is done. Nothing from the host inside."""
 
     def going(carry):
@@ -126,8 +154,14 @@ def draft_and_verify(view: DecodeView, exit: ShallowExit, slots: Slots, eos_E: j
         x_BWD, late = decode_layers(view.layers[depth:], proposal.cache[depth:], proposal.states_BWD, positions_BW)
         log_probs_BWV = policy_log_probs(logits(view, x_BWD), slots.sampling.temperature_B)
         p_BWV = sampling_probs(log_probs_BWV, slots.sampling, spec.filtered)
-        accepted_B, next_B = verify_tokens(p_BWV, proposal.drafts_BG, proposal.q_BGV, proposal.drafted_B,
-                                           uniform_BU[:, length : 2 * length], uniform_BU[:, -1])
+        accepted_B, next_B = verify_tokens(
+            p_BWV,
+            proposal.drafts_BG,
+            proposal.q_BGV,
+            proposal.drafted_B,
+            uniform_BU[:, length : 2 * length],
+            uniform_BU[:, -1],
+        )
     slots = replace(slots, cache=(*proposal.cache[:depth], *late))
     return _emit(slots, proposal.drafts_BG, proposal.drafted_B, accepted_B, next_B, log_probs_BWV, p_BWV, eos_E)
 
@@ -141,8 +175,16 @@ def _noise(key_B2: jax.Array, start_B: jax.Array, count: int) -> jax.Array:
     return jax.vmap(row)(key_B2, start_B)
 
 
-def _emit(slots: Slots, drafts_BG: jax.Array, drafted_B: jax.Array, accepted_B: jax.Array, next_B: jax.Array,
-          log_probs_BWV: jax.Array, p_BWV: jax.Array, eos_E: jax.Array) -> Slots:
+def _emit(
+    slots: Slots,
+    drafts_BG: jax.Array,
+    drafted_B: jax.Array,
+    accepted_B: jax.Array,
+    next_B: jax.Array,
+    log_probs_BWV: jax.Array,
+    p_BWV: jax.Array,
+    eos_E: jax.Array,
+) -> Slots:
     """Appends the accepted drafts and the next token, up to the first EOS and the limit, with their log-probs."""
     total = slots.tokens_BT.shape[1]
     offset_W = jnp.arange(drafts_BG.shape[1] + 1)
@@ -151,7 +193,9 @@ def _emit(slots: Slots, drafts_BG: jax.Array, drafted_B: jax.Array, accepted_B: 
     is_eos_BW = jnp.any(emitted_BW[..., None] == eos_E, axis=-1) & (offset_W <= accepted_B[:, None])
     eos_before_BW = jnp.cumsum(is_eos_BW, axis=1) - is_eos_BW
     room_B = slots.limit_B - slots.length_B
-    kept_BW = (offset_W <= accepted_B[:, None]) & (eos_before_BW == 0) & (offset_W < room_B[:, None]) & ~slots.done_B[:, None]
+    kept_BW = (
+        (offset_W <= accepted_B[:, None]) & (eos_before_BW == 0) & (offset_W < room_B[:, None]) & ~slots.done_B[:, None]
+    )
     count_B = jnp.sum(kept_BW, axis=1)
     ended_B = slots.ended_B | jnp.any(kept_BW & is_eos_BW, axis=1)
     length_B = slots.length_B + count_B

@@ -115,7 +115,9 @@ def propose_ngram(view: DecodeView, exit: ShallowExit, context: Context, spec: D
 def propose_nothing(view: DecodeView, exit: ShallowExit, context: Context, spec: DraftSpec) -> Proposal:
     """No drafts: plain decoding, one token a target call."""
     none_B0 = jnp.zeros((context.length_B.shape[0], 0), jnp.int32)
-    return Proposal(none_B0, None, jnp.zeros_like(context.length_B), embed(view, last_tokens(context)), 0, context.cache)
+    return Proposal(
+        none_B0, None, jnp.zeros_like(context.length_B), embed(view, last_tokens(context)), 0, context.cache
+    )
 
 
 DRAFTERS: dict[str, Callable[[DecodeView, ShallowExit, Context, DraftSpec], Proposal]] = {

@@ -60,7 +60,9 @@ def is_loop(tokens: np.ndarray, window: int = 64, longest_period: int = 16) -> b
     if window < 16:
         return False
     tail = tokens[-window:]
-    return any(np.array_equal(tail[period:], tail[:-period]) for period in range(1, min(longest_period, window // 4) + 1))
+    return any(
+        np.array_equal(tail[period:], tail[:-period]) for period in range(1, min(longest_period, window // 4) + 1)
+    )
 
 
 def rollout_metrics(rollout: Rollout, draft_length: int) -> dict[str, float]:

@@ -5,6 +5,7 @@ Shape suffixes: B slots, W rows a slot, V vocabulary; `...` any leading axes.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,9 @@ CDF_BLOCK = 64
 class SamplingParams:
     """How each slot is sampled: temperature (0: greedy), top_k (0: all), top_p (1: all)."""
 
-    temperature_B: jax.Array
-    top_k_B: jax.Array
-    top_p_B: jax.Array
+    temperature_B: Any
+    top_k_B: Any
+    top_p_B: Any
 
 
 def policy_log_probs(logits_BWV: jax.Array, temperature_B: jax.Array) -> jax.Array:

@@ -9,8 +9,14 @@ import jax.numpy as jnp
 from tlt_jax.decode.sampling import draw
 
 
-def verify_tokens(p_BWV: jax.Array, drafts_BG: jax.Array, q_BGV: jax.Array | None, drafted_B: jax.Array,
-                  accept_uniform_BG: jax.Array, next_uniform_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+def verify_tokens(
+    p_BWV: jax.Array,
+    drafts_BG: jax.Array,
+    q_BGV: jax.Array | None,
+    drafted_B: jax.Array,
+    accept_uniform_BG: jax.Array,
+    next_uniform_B: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """(accepted_B, next_B): how many leading drafts stand, and the token drawn after them.
 
     Token-level speculative sampling (Leviathan et al. 2023, algorithm 1; Chen et al. 2023). Draft i, drawn from q_i,
@@ -28,8 +34,9 @@ def verify_tokens(p_BWV: jax.Array, drafts_BG: jax.Array, q_BGV: jax.Array | Non
     return accepted_B, draw(_residual(p_BWV, drafts_BG, q_BGV, drafted_B, accepted_B), next_uniform_B)
 
 
-def _residual(p_BWV: jax.Array, drafts_BG: jax.Array, q_BGV: jax.Array | None, drafted_B: jax.Array,
-              accepted_B: jax.Array) -> jax.Array:
+def _residual(
+    p_BWV: jax.Array, drafts_BG: jax.Array, q_BGV: jax.Array | None, drafted_B: jax.Array, accepted_B: jax.Array
+) -> jax.Array:
     """Unnormalised distribution [B, V] of the token after the accepted drafts."""
     draft_length, vocab = drafts_BG.shape[1], p_BWV.shape[-1]
     p_BV = jnp.take_along_axis(p_BWV, accepted_B[:, None, None], axis=1)[:, 0]

@@ -47,8 +47,15 @@ class Declare:
     path: str = ""
     stack: int | None = None
 
-    def __call__(self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init: str | float,
-                 hf: str | None = None, transposed: bool = False) -> Any:
+    def __call__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        init: str | float,
+        hf: str | None = None,
+        transposed: bool = False,
+    ) -> Any:
         if self.stack is not None:
             shape, axes = (self.stack, *shape), ("layers", *axes)
         return nnx.data(self.make(ParamSpec(self.path + name, shape, axes, init, hf, transposed)))

@@ -18,7 +18,9 @@ from tlt_jax.models.transformer import Block, ModelShape, Transformer, block, ca
 from tlt_jax.parallel.sharding import constrain
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["embedding", "layers", "final_norm", "head"], meta_fields=["shape"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["embedding", "layers", "final_norm", "head"], meta_fields=["shape"]
+)
 @dataclass(frozen=True)
 class DecodeView:
     """The parameters as decoding wants them. `head` is None where the embedding is tied."""
@@ -62,7 +64,9 @@ def write_cache(old_BTKN: jax.Array, new_BWKN: jax.Array, rows_B1: jax.Array, po
     return old_BTKN.at[rows_B1, positions_BW].set(new_BWKN, mode="drop", unique_indices=True)
 
 
-def decode_layers(layers: tuple[Block, ...], cache: Cache, x_BWD: jax.Array, positions_BW: jax.Array) -> tuple[jax.Array, Cache]:
+def decode_layers(
+    layers: tuple[Block, ...], cache: Cache, x_BWD: jax.Array, positions_BW: jax.Array
+) -> tuple[jax.Array, Cache]:
     """Runs `layers` on W new tokens a slot, at `positions`, writing their keys and values into `cache`.
 
     A token attends to the cache entries at positions up to its own. Entries beyond are whatever an earlier, rejected
@@ -79,7 +83,9 @@ def decode_layers(layers: tuple[Block, ...], cache: Cache, x_BWD: jax.Array, pos
     for layer, old in zip(layers, cache, strict=True):
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, old: LayerCache = old) -> tuple[jax.Array, Any]:
-            kept = LayerCache(*(write_cache(o, new, rows_B1, positions_BW) for o, new in ((old.key_BTKN, k), (old.value_BTKN, v))))
+            kept = LayerCache(
+                *(write_cache(o, new, rows_B1, positions_BW) for o, new in ((old.key_BTKN, k), (old.value_BTKN, v)))
+            )
             return jax.nn.dot_product_attention(q, kept.key_BTKN, kept.value_BTKN, mask=mask_B1WT), kept
 
         x_BWD, kept = block(layer, x_BWD, cos_sin, attend)

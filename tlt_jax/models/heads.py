@@ -1,5 +1,7 @@
 """Small modules on top of the transformer: the shallow drafter's exit, and the scalar head of values and rewards."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -31,8 +33,9 @@ class ScalarHead(nnx.Module):
         self.bias = declare("bias", (), (), "zeros")
 
 
-def exit_logits(model: Transformer, exit: ShallowExit, x_exit_BSD: jax.Array) -> jax.Array:
-    """The drafter's logits [B, S, V] in float32 from what leaves layer `exit_layer`; `model` lends its head alone."""
+def exit_logits(model: Any, exit: ShallowExit, x_exit_BSD: jax.Array) -> jax.Array:
+    """The drafter's logits [B, S, V] in float32 from what leaves layer `exit_layer`; `model` (or its decode
+    view) lends its head alone."""
     with jax.named_scope("exit"):
         dtype = x_exit_BSD.dtype
         eps = exit.shape.norm_eps

@@ -44,11 +44,19 @@ class Attention(nnx.Module):
         std = s.width**-0.5
         hf = "model.layers.{layer}.self_attn."
         kv = ((s.width, s.kv_heads, s.head_dim), ("embed", "kv_heads", "head_dim"), std)
-        self.query = declare("query", (s.width, s.heads, s.head_dim), ("embed", "heads", "head_dim"), std, hf + "q_proj.weight", True)
+        self.query = declare(
+            "query", (s.width, s.heads, s.head_dim), ("embed", "heads", "head_dim"), std, hf + "q_proj.weight", True
+        )
         self.key = declare("key", *kv, hf + "k_proj.weight", True)
         self.value = declare("value", *kv, hf + "v_proj.weight", True)
-        self.out = declare("out", (s.heads, s.head_dim, s.width), ("heads", "head_dim", "embed"),
-                           (s.heads * s.head_dim * 2 * s.layers) ** -0.5, hf + "o_proj.weight", True)
+        self.out = declare(
+            "out",
+            (s.heads, s.head_dim, s.width),
+            ("heads", "head_dim", "embed"),
+            (s.heads * s.head_dim * 2 * s.layers) ** -0.5,
+            hf + "o_proj.weight",
+            True,
+        )
 
 
 class MLP(nnx.Module):
@@ -57,15 +65,26 @@ class MLP(nnx.Module):
         hf = "model.layers.{layer}.mlp."
         self.gate = declare("gate", *up, hf + "gate_proj.weight", True)
         self.up = declare("up", *up, hf + "up_proj.weight", True)
-        self.down = declare("down", (s.hidden, s.width), ("hidden", "embed"), (s.hidden * 2 * s.layers) ** -0.5, hf + "down_proj.weight", True)
+        self.down = declare(
+            "down",
+            (s.hidden, s.width),
+            ("hidden", "embed"),
+            (s.hidden * 2 * s.layers) ** -0.5,
+            hf + "down_proj.weight",
+            True,
+        )
 
 
 class Block(nnx.Module):
     def __init__(self, s: ModelShape, declare: Declare):
         self.shape = s
-        self.attention_norm = declare("attention_norm", (s.width,), ("embed",), "ones", "model.layers.{layer}.input_layernorm.weight")
+        self.attention_norm = declare(
+            "attention_norm", (s.width,), ("embed",), "ones", "model.layers.{layer}.input_layernorm.weight"
+        )
         self.attention = Attention(s, declare.into("attention"))
-        self.mlp_norm = declare("mlp_norm", (s.width,), ("embed",), "ones", "model.layers.{layer}.post_attention_layernorm.weight")
+        self.mlp_norm = declare(
+            "mlp_norm", (s.width,), ("embed",), "ones", "model.layers.{layer}.post_attention_layernorm.weight"
+        )
         self.mlp = MLP(s, declare.into("mlp"))
 
 
@@ -107,8 +126,12 @@ def rotate(x_BSHN: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x_BSHN.dtype)
 
 
-def block(layer: Block, x_BSD: jax.Array, cos_sin: tuple[jax.Array, jax.Array],
-          attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]) -> tuple[jax.Array, Any]:
+def block(
+    layer: Block,
+    x_BSD: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array],
+    attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
+) -> tuple[jax.Array, Any]:
     """One layer. `attend(q, k, v)` gives the mixed values [B, S, H, N] and whatever it keeps (a cache), also returned."""
     eps = layer.shape.norm_eps
     with jax.named_scope("attention"):
@@ -125,8 +148,15 @@ def block(layer: Block, x_BSD: jax.Array, cos_sin: tuple[jax.Array, jax.Array],
     return constrain(x_BSD, "batch", None, None), kept
 
 
-def hidden_states(model: Transformer, tokens_BS: jax.Array, segments_BS: jax.Array, positions_BS: jax.Array, *,
-                  dtype: jnp.dtype, remat: str = "none") -> tuple[jax.Array, jax.Array]:
+def hidden_states(
+    model: Transformer,
+    tokens_BS: jax.Array,
+    segments_BS: jax.Array,
+    positions_BS: jax.Array,
+    *,
+    dtype: jnp.dtype,
+    remat: str = "none",
+) -> tuple[jax.Array, jax.Array]:
     """(x_exit, x_final), each [B, S, D]: what leaves layer `exit_layer`, and the last layer, before any norm.
 
     Tokens attend backwards within their own segment; segment 0 is padding, whose outputs mean nothing. `remat` says
@@ -135,7 +165,9 @@ def hidden_states(model: Transformer, tokens_BS: jax.Array, segments_BS: jax.Arr
     s = model.shape
     cos_sin = rotary(positions_BS, s.head_dim, s.rope_theta)
     length = tokens_BS.shape[1]
-    mask_B1SS = (segments_BS[:, None, :, None] == segments_BS[:, None, None, :]) & jnp.tril(jnp.ones((length, length), bool))
+    mask_B1SS = (segments_BS[:, None, :, None] == segments_BS[:, None, None, :]) & jnp.tril(
+        jnp.ones((length, length), bool)
+    )
 
     def attend(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, mask=mask_B1SS), None
@@ -146,7 +178,9 @@ def hidden_states(model: Transformer, tokens_BS: jax.Array, segments_BS: jax.Arr
     layer_step = _rematerialised(layer_step, remat)
     with jax.named_scope("embed"):
         x_BSD = constrain(model.embedding.astype(dtype)[tokens_BS], "batch", None, None)
-    early, late = (jax.tree.map(partial(_part, rows), model.layers) for rows in (slice(s.exit_layer), slice(s.exit_layer, None)))
+    early, late = (
+        jax.tree.map(partial(_part, rows), model.layers) for rows in (slice(s.exit_layer), slice(s.exit_layer, None))
+    )
     x_exit_BSD, _ = jax.lax.scan(layer_step, x_BSD, early)
     x_BSD, _ = jax.lax.scan(layer_step, x_exit_BSD, late)
     return x_exit_BSD, x_BSD
@@ -178,4 +212,6 @@ def logits(model: Any, x_BSD: jax.Array) -> jax.Array:
 def project(model: Any, y_BSD: jax.Array) -> jax.Array:
     """Logits in float32 from states that are already normalised."""
     head_DV = head_matrix(model).astype(y_BSD.dtype)
-    return constrain(jnp.einsum("bsd,dv->bsv", y_BSD, head_DV, preferred_element_type=jnp.float32), "batch", None, "vocab")
+    return constrain(
+        jnp.einsum("bsd,dv->bsv", y_BSD, head_DV, preferred_element_type=jnp.float32), "batch", None, "vocab"
+    )

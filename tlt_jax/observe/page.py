@@ -231,7 +231,7 @@ def _time(phases: list[dict[str, Any]], total: dict[str, float]) -> str:
             if times.get(kind) and seconds
         )
         bars.append(
-            f'<span>{escape(phase["label"])}</span><span>{escape(show_seconds(seconds))}</span>'
+            f"<span>{escape(phase['label'])}</span><span>{escape(show_seconds(seconds))}</span>"
             f'<span class="bar" style="width:{100 * seconds / longest:.2f}%">{parts}</span>'
         )
     legend = "".join(
@@ -290,7 +290,8 @@ def _all_metrics(phases: list[dict[str, Any]]) -> str:
             f'<tr><th scope="row">{escape(name).replace("_", "_<wbr>")}</th>'
             + _cells(
                 [
-                    _measured(name, before), _measured(name, after),
+                    _measured(name, before),
+                    _measured(name, after),
                     show_change(name, before.get(name), after.get(name)),
                 ]  # fmt: skip
             )

@@ -21,7 +21,7 @@ def set_up_devices(config: DeviceConfig) -> None:
     """
     if config.platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
-    if config.cpu_devices != jax.config.jax_num_cpu_devices:
+    if config.cpu_devices != jax.config.read("jax_num_cpu_devices"):
         try:
             jax.config.update("jax_num_cpu_devices", config.cpu_devices)
         except RuntimeError:

@@ -30,7 +30,9 @@ def partition(axes: Sequence[str | None]) -> P:
     return P(*(RULES[axis] if axis is not None else None for axis in axes))
 
 
-def named_sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int] | None = None, name: str = "array") -> NamedSharding:
+def named_sharding(
+    mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int] | None = None, name: str = "array"
+) -> NamedSharding:
     """The sharding of an array with the named `axes`.
 
     With `shape`, raises ConfigError where the mesh does not divide a dimension, naming the array.
@@ -42,7 +44,9 @@ def named_sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int] 
         for mesh_axis in names:
             parts *= mesh.shape[mesh_axis]
         if size % parts:
-            raise ConfigError(f"`device.mesh`: {name} has {axis} = {size}, which {parts} devices ({', '.join(names)}) do not divide")
+            raise ConfigError(
+                f"`device.mesh`: {name} has {axis} = {size}, which {parts} devices ({', '.join(names)}) do not divide"
+            )
     return NamedSharding(mesh, spec)
 
 

@@ -24,7 +24,9 @@ def group_advantages(rewards_B: np.ndarray, group_size: int, by_std: bool) -> tu
     return advantages_NC.reshape(-1).astype(np.float32), int(equal_N1.sum())
 
 
-def gae(rewards_BT: np.ndarray, values_BT: np.ndarray, mask_BT: np.ndarray, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
+def gae(
+    rewards_BT: np.ndarray, values_BT: np.ndarray, mask_BT: np.ndarray, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
     """(advantages, returns), each [B, T] and 0 outside the mask.
 
     Generalised advantage estimation (Schulman et al. 2016): delta_t = r_t + gamma V_{t+1} - V_t and

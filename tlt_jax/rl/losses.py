@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 
-def clipped_policy_loss(logp: jax.Array, old_logp: jax.Array, advantages: jax.Array, clip_low: float,
-                        clip_high: float) -> tuple[jax.Array, dict[str, jax.Array]]:
+def clipped_policy_loss(
+    logp: jax.Array, old_logp: jax.Array, advantages: jax.Array, clip_low: float, clip_high: float
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """-min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), and per-token diagnostics (PPO, Schulman et al. 2017, eq. 7).
 
     The diagnostics: whether the low or the high clip bites, and approx_kl = r - 1 - log r (an estimate of KL(old || new)).

@@ -32,9 +32,10 @@ class PolicyTerms(NamedTuple):
 def policy_objective(terms: PolicyTerms, *, dtype: jnp.dtype, remat: str) -> Objective:
     """Clipped policy loss + KL to the reference - entropy bonus + clipped value loss + the drafter's distillation.
 
-    Batch, each [A, B, T]: tokens, segments (1 on the sequence, 0 on padding); weights, advantages, old_logp, and as the
-    terms need them ref_logp, old_values, returns, at the position of the token they speak of. Roles: policy; exit if
-    exit_weight; value if value_coef. Log-probs divide the logits by the temperature; values never see it.
+    Batch, each [A, B, T]: tokens, segments, positions of packed sequences; weights, advantages, old_logp, and as the
+    terms need them ref_logp, old_values, returns, at the position of the token they speak of. The weight of a
+    sequence's first token is 0. Roles: policy; exit if exit_weight; value if value_coef. Log-probs divide the logits by
+    the temperature; values never see it.
     """
 
     def prepare(batch: Batch, step: jax.Array) -> Batch:
@@ -42,14 +43,17 @@ def policy_objective(terms: PolicyTerms, *, dtype: jnp.dtype, remat: str) -> Obj
 
     def loss(params: dict[str, Any], b: Batch) -> tuple[jax.Array, Metrics]:
         policy = params["policy"]
-        x_exit_BSD, x_BSD = sequence_states(policy, b["tokens"], b["segments"], dtype=dtype, remat=remat)
         # What speaks of token t stands at t; the state that predicts it stands at t - 1.
-        at_token = {name: b[name][:, 1:] for name in b.keys() - {"tokens", "segments"}}
+        inputs = [b[name][:, :-1] for name in ("tokens", "segments", "positions")]
+        x_exit_BSD, x_BSD = hidden_states(policy, *inputs, dtype=dtype, remat=remat)
+        at_token = {name: b[name][:, 1:] for name in b.keys() - {"tokens", "segments", "positions"}}
         weights_BS = at_token["weights"]
         with jax.named_scope("policy_loss"):
             log_probs_BSV = jax.nn.log_softmax(logits(policy, x_BSD) / terms.temperature, axis=-1)
             logp_BS = jnp.take_along_axis(log_probs_BSV, b["tokens"][:, 1:, None], axis=-1)[..., 0]
-            each_BS, diagnostics = clipped_policy_loss(logp_BS, at_token["old_logp"], at_token["advantages"], terms.clip_low, terms.clip_high)
+            each_BS, diagnostics = clipped_policy_loss(
+                logp_BS, at_token["old_logp"], at_token["advantages"], terms.clip_low, terms.clip_high
+            )
             entropy_BS = entropy(log_probs_BSV)
         total = policy_loss = weighted_sum(each_BS, weights_BS)
         metrics = {"rl/policy_loss": policy_loss, "rl/entropy": weighted_sum(entropy_BS, weights_BS)}
@@ -58,16 +62,21 @@ def policy_objective(terms: PolicyTerms, *, dtype: jnp.dtype, remat: str) -> Obj
         if terms.entropy_coef:
             total -= terms.entropy_coef * metrics["rl/entropy"]
         if terms.kl_coef:
-            total += terms.kl_coef * weighted_sum(kl_estimate(logp_BS, at_token["ref_logp"], terms.kl_estimator), weights_BS)
+            total += terms.kl_coef * weighted_sum(
+                kl_estimate(logp_BS, at_token["ref_logp"], terms.kl_estimator), weights_BS
+            )
         if terms.value_coef:
             with jax.named_scope("value_loss"):
                 values_BS = scalars(params["value"], policy, x_BSD)
-                value_loss = clipped_value_loss(values_BS, at_token["old_values"], at_token["returns"], terms.value_clip)
+                value_loss = clipped_value_loss(
+                    values_BS, at_token["old_values"], at_token["returns"], terms.value_clip
+                )
             metrics["rl/value_loss"] = weighted_sum(value_loss, weights_BS)
             total += terms.value_coef * metrics["rl/value_loss"]
         if terms.exit_weight:
             distilled, metrics["train/exit_acceptance"] = exit_distillation(
-                policy, params["exit"], x_exit_BSD, log_probs_BSV, terms.temperature, weights_BS)
+                policy, params["exit"], x_exit_BSD, log_probs_BSV, terms.temperature, weights_BS
+            )
             metrics["train/exit_loss"] = distilled
             total += terms.exit_weight * distilled
         return total, metrics
@@ -75,27 +84,33 @@ def policy_objective(terms: PolicyTerms, *, dtype: jnp.dtype, remat: str) -> Obj
     return Objective(prepare, loss)
 
 
-def sequence_states(model: Any, tokens_BT: jax.Array, segments_BT: jax.Array, *, dtype: jnp.dtype, remat: str = "none") -> tuple[jax.Array, jax.Array]:
-    """(x_exit, x_final), [B, T - 1, D], of unpacked, right-padded sequences, at the positions that predict a token."""
-    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    return hidden_states(model, tokens_BT[:, :-1], segments_BT[:, :-1], positions_BT[:, :-1], dtype=dtype, remat=remat)
-
-
-def sequence_log_probs(model: Any, tokens_BT: jax.Array, segments_BT: jax.Array, *, temperature: float, dtype: jnp.dtype) -> jax.Array:
+def sequence_log_probs(
+    model: Any, tokens_BT: jax.Array, segments_BT: jax.Array, *, temperature: float, dtype: jnp.dtype
+) -> jax.Array:
     """log p(token t | tokens before it) at the temperature, [B, T]; 0 at position 0, meaningless on padding."""
-    _, x_BSD = sequence_states(model, tokens_BT, segments_BT, dtype=dtype)
+    x_BSD = _predicting_states(model, tokens_BT, segments_BT, dtype)
     log_probs_BSV = jax.nn.log_softmax(logits(model, x_BSD) / temperature, axis=-1)
     logp_BS = jnp.take_along_axis(log_probs_BSV, tokens_BT[:, 1:, None], axis=-1)[..., 0]
     return jnp.pad(logp_BS, ((0, 0), (1, 0)))
 
 
-def sequence_values(model: Any, head: Any, tokens_BT: jax.Array, segments_BT: jax.Array, *, dtype: jnp.dtype) -> jax.Array:
+def _predicting_states(model: Any, tokens_BT: jax.Array, segments_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """What leaves the last layer [B, T - 1, D] of right-padded sequences, at the positions that predict a token."""
+    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    return hidden_states(model, tokens_BT[:, :-1], segments_BT[:, :-1], positions_BT[:, :-1], dtype=dtype)[1]
+
+
+def sequence_values(
+    model: Any, head: Any, tokens_BT: jax.Array, segments_BT: jax.Array, *, dtype: jnp.dtype
+) -> jax.Array:
     """The value of the state in which token t is chosen, [B, T]; 0 at position 0."""
-    _, x_BSD = sequence_states(model, tokens_BT, segments_BT, dtype=dtype)
+    x_BSD = _predicting_states(model, tokens_BT, segments_BT, dtype)
     return jnp.pad(scalars(head, model, x_BSD), ((0, 0), (1, 0)))
 
 
-def sequence_rewards(model: Any, head: Any, tokens_BT: jax.Array, length_B: jax.Array, *, dtype: jnp.dtype, remat: str = "none") -> jax.Array:
+def sequence_rewards(
+    model: Any, head: Any, tokens_BT: jax.Array, length_B: jax.Array, *, dtype: jnp.dtype, remat: str = "none"
+) -> jax.Array:
     """The reward model's score of each whole sequence, [B], read at its last real token."""
     position_T = jnp.arange(tokens_BT.shape[1])
     segments_BT = (position_T < length_B[:, None]).astype(jnp.int32)
@@ -117,7 +132,9 @@ def reward_objective(*, dtype: jnp.dtype, remat: str) -> Objective:
     def loss(params: dict[str, Any], b: Batch) -> tuple[jax.Array, Metrics]:
         both_BT = jnp.concatenate([b["chosen"], b["rejected"]])
         lengths_B = jnp.concatenate([b["chosen_length"], b["rejected_length"]])
-        scores_B = sequence_rewards(params["reward_trunk"], params["reward"], both_BT, lengths_B, dtype=dtype, remat=remat)
+        scores_B = sequence_rewards(
+            params["reward_trunk"], params["reward"], both_BT, lengths_B, dtype=dtype, remat=remat
+        )
         chosen_B, rejected_B = jnp.split(scores_B, 2)
         accuracy = weighted_sum((chosen_B > rejected_B).astype(jnp.float32), b["weights"])
         return weighted_sum(bradley_terry_loss(chosen_B, rejected_B), b["weights"]), {"train/pair_accuracy": accuracy}

@@ -84,13 +84,21 @@ REWARDS: dict[str, Callable[[Sequence[Completion], int], np.ndarray]] = {
 }
 
 
-def score_groups(completions: Sequence[Completion], group_size: int, weights: RewardWeights, draft_length: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def score_groups(
+    completions: Sequence[Completion], group_size: int, weights: RewardWeights, draft_length: int
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """(weighted sum [B], each reward [B] by name) of completions whose groups lie next to each other.
 
     Diversity counts for valid completions alone: otherwise noise would be paid for being different.
     """
     groups = [completions[i : i + group_size] for i in range(0, len(completions), group_size)]
-    parts = {name: np.concatenate([function(group, draft_length) for group in groups]) for name, function in REWARDS.items()}
+    parts = {
+        name: np.concatenate([function(group, draft_length) for group in groups]) for name, function in REWARDS.items()
+    }
     earned = (parts["quality"] >= 1.0).astype(np.float32)
-    total = weights.quality * parts["quality"] + earned * weights.diversity * parts["diversity"] + weights.speed * parts["speed"]
+    total = (
+        weights.quality * parts["quality"]
+        + earned * weights.diversity * parts["diversity"]
+        + weights.speed * parts["speed"]
+    )
     return total.astype(np.float32), parts

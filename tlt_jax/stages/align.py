@@ -13,13 +13,12 @@ from tlt_jax.rl.advantages import gae, token_weights, whiten
 from tlt_jax.rl.kl import next_kl_coef
 from tlt_jax.rl.objectives import PolicyTerms, policy_objective, sequence_log_probs, sequence_rewards, sequence_values
 from tlt_jax.stages.evaluate import evaluate_completions
-from tlt_jax.stages.finetune import kl_metrics, rollout_batch, run_updates
-from tlt_jax.stages.loop import Phase, PhaseState, Step, run_phase
-from tlt_jax.stages.models import Models, policy_roles, scalar_head
-from tlt_jax.stages.pretrain import models_of, untrained, vars_of
+from tlt_jax.stages.loop import Phase, PhaseState, Step, models_of, run_phase
+from tlt_jax.stages.models import Models, by_role, policy_roles, scalar_head, untrained
 from tlt_jax.stages.reward_model import RewardModel
 from tlt_jax.stages.rollouts import Sampler, by_batches, request_seeds, segments
 from tlt_jax.stages.run import Run
+from tlt_jax.stages.updates import kl_metrics, rollout_batch, run_updates
 from tlt_jax.train.state import Role, new_state
 from tlt_jax.train.step import make_update
 
@@ -31,23 +30,41 @@ class PPO(Phase):
 
     def __init__(self, run: Run, models: Models, sampler: Sampler, reward: PhaseState):
         self.config = config = run.config.align.ppo
-        self.run, self.models, self.sampler, self.eval_every, self.reward = run, models, sampler, config.eval_every, reward
+        self.run, self.models, self.sampler, self.eval_every, self.reward = (
+            run,
+            models,
+            sampler,
+            config.eval_every,
+            reward,
+        )
         shape = models.policy.shape
         self.roles = policy_roles(shape, config.optimizer, run.config.speculation.optimizer, config.exit_weight)
         self.roles["value"] = Role(scalar_head(shape), config.value_optimizer)
         terms = PolicyTerms(
-            clip_low=config.clip, clip_high=config.clip, temperature=run.config.sampling.temperature, entropy_coef=config.entropy_coef,
-            exit_weight=config.exit_weight, value_coef=config.value_coef, value_clip=config.value_clip,
+            clip_low=config.clip,
+            clip_high=config.clip,
+            temperature=run.config.sampling.temperature,
+            entropy_coef=config.entropy_coef,
+            exit_weight=config.exit_weight,
+            value_coef=config.value_coef,
+            value_clip=config.value_clip,
         )
-        self.update = make_update(policy_objective(terms, dtype=run.dtype, remat=run.config.model.remat), self.roles, run.mesh)
+        self.update = make_update(
+            policy_objective(terms, dtype=run.dtype, remat=run.config.model.remat), self.roles, run.mesh
+        )
         self._judge = jax.jit(partial(_judge, temperature=run.config.sampling.temperature, dtype=run.dtype))
 
     def init(self) -> PhaseState:
         value = initialise(self.roles["value"].build, self.run.mesh, jax.random.key(self.run.config.run.seed))
-        train = new_state(self.roles, {**vars_of(self.models), "value": value}, self.run.mesh)
+        train = new_state(self.roles, {**by_role(self.models), "value": value}, self.run.mesh)
         reward = self.reward.arrays["train"].params
-        arrays = {"train": train, "reference": jax.tree.map(jax.numpy.copy, self.models.policy), **untrained(self.models, self.roles),
-                  "reward_trunk": reward["reward_trunk"], "reward": reward["reward"]}
+        arrays = {
+            "train": train,
+            "reference": jax.tree.map(jax.numpy.copy, self.models.policy),
+            **untrained(self.models, self.roles),
+            "reward_trunk": reward["reward_trunk"],
+            "reward": reward["reward"],
+        }
         return PhaseState(arrays, {"kl_coef": self.config.kl_coef, **self.reward.host})
 
     def step(self, state: PhaseState, step: Step) -> tuple[PhaseState, dict[str, Any], int]:
@@ -59,8 +76,16 @@ class PPO(Phase):
             rollout = self.sampler.rollout(models_of(state), [tasks.prompts[i] for i in chosen], seeds)
         rolled = time.monotonic()
         with run.timed("reward"):
-            judged = by_batches(run.mesh, self.sampler.engine.slots, lambda b: self._judge(state.arrays, b), {
-                "tokens": rollout.tokens_BT, "segments": segments(rollout.tokens_BT, rollout.length_B), "length": rollout.length_B})
+            judged = by_batches(
+                run.mesh,
+                self.sampler.engine.slots,
+                lambda b: self._judge(state.arrays, b),
+                {
+                    "tokens": rollout.tokens_BT,
+                    "segments": segments(rollout.tokens_BT, rollout.length_B),
+                    "length": rollout.length_B,
+                },
+            )
             scores = (judged["score"] - state.host["score_mean"]) / state.host["score_std"]
             scores = np.where(rollout.ended_B, scores, config.truncated_reward).astype(np.float32)
             coef, mask = state.host["kl_coef"], rollout.completion_mask_BT
@@ -71,16 +96,26 @@ class PPO(Phase):
         rewarded = time.monotonic()
         with run.timed("update"):
             batch = rollout_batch(rollout, token_weights(mask, config.aggregation)) | {
-                "advantages": whiten(advantages, mask), "returns": returns, "old_values": values_BT}
-            train, metrics = run_updates(self, state.arrays["train"], batch, config.epochs, config.minibatches, step)
+                "advantages": whiten(advantages, mask),
+                "returns": returns,
+                "old_values": values_BT,
+            }
+            train, metrics = run_updates(
+                self, state.arrays["train"], batch, rollout.length_B, config.epochs, config.minibatches, step
+            )
         kl = kl_metrics(rollout, judged["ref_logp"])
         metrics |= self.sampler.metrics(rollout, rolled - started) | kl
         inside = mask > 0
         metrics |= {
-            "rl/reward": float(scores.mean()), "rl/reward_std": float(scores.std()), "rl/kl_coef": coef,
-            "rl/advantage_mean": float(advantages[inside].mean()), "rl/advantage_std": float(advantages[inside].std()),
+            "rl/reward": float(scores.mean()),
+            "rl/reward_std": float(scores.std()),
+            "rl/kl_coef": coef,
+            "rl/advantage_mean": float(advantages[inside].mean()),
+            "rl/advantage_std": float(advantages[inside].std()),
             "rl/explained_variance": explained_variance(values_BT[inside], returns[inside]),
-            "time/rollout": rolled - started, "time/reward": rewarded - rolled, "time/update": time.monotonic() - rewarded,
+            "time/rollout": rolled - started,
+            "time/reward": rewarded - rolled,
+            "time/update": time.monotonic() - rewarded,
             "time/step": time.monotonic() - started,
         }
         host = {**state.host, "kl_coef": next_kl_coef(config, coef, kl["rl/kl"], len(chosen))}

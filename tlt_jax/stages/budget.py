@@ -36,9 +36,10 @@ def phase_budget(config: Config, stage: str, part: tuple[float, float], before: 
     Ends are cumulative over the run: what an earlier phase left over or overran is the next one's gain or loss, so the
     total holds.
     """
-    shares = {s: getattr(config.budget, s) for s in config.stages}
+    shares: dict[str, float] = {s: getattr(config.budget, s) for s in config.stages}
     whole = sum(shares.values())
-    earlier = sum(share for s, share in shares.items() if config.stages.index(s) < config.stages.index(stage))
+    names = list(shares)
+    earlier = sum(shares[name] for name in names[: names.index(stage)])
     end = config.budget.total * (earlier + shares[stage] * part[1]) / whole
     if config.budget.unit != "seconds":
         end = round(end)

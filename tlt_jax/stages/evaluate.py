@@ -30,7 +30,10 @@ class HeldOutLoss:
         """Nats a token."""
         batches = held_out_batches(self.rows, self.run.config.evaluation.batch_size, self.limit)
         with jax.set_mesh(self.run.mesh):
-            sums = [self._sums(policy, put_batch(self.run.mesh, {name: a[0] for name, a in batch.items()})) for batch in batches]
+            sums = [
+                self._sums(policy, put_batch(self.run.mesh, {name: a[0] for name, a in batch.items()}))
+                for batch in batches
+            ]
         total, tokens = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
         return float(total / max(tokens, 1.0))
 
@@ -45,7 +48,9 @@ def bits_per_byte(run: Run, nats_per_token: float) -> float:
     return nats_per_token / math.log(2.0) / run.corpus.bytes_per_token
 
 
-def evaluate_completions(run: Run, sampler: Sampler, models: Models, stage: str, phase: str, when: str) -> dict[str, float]:
+def evaluate_completions(
+    run: Run, sampler: Sampler, models: Models, stage: str, phase: str, when: str
+) -> dict[str, float]:
     """Completes held-out prompts with the config's sampling and judges them.
 
     The prompts and their seeds are the same at every evaluation of a run. Shares are of all the completions; a
@@ -57,7 +62,9 @@ def evaluate_completions(run: Run, sampler: Sampler, models: Models, stage: str,
     count = min(run.config.evaluation.prompts, len(tasks))
     indices = np.random.default_rng(run.config.run.seed).permutation(len(tasks))[:count]
     start = time.monotonic()
-    rollout = sampler.rollout(models, [tasks.prompts[i] for i in indices], request_seeds(run.config.run.seed, "evaluate", 0, count))
+    rollout = sampler.rollout(
+        models, [tasks.prompts[i] for i in indices], request_seeds(run.config.run.seed, "evaluate", 0, count)
+    )
     metrics = sampler.metrics(rollout, time.monotonic() - start)
     completions = sampler.completions(rollout)
     valid = np.array([is_valid(c.prompt, c.text, c.ended) for c in completions])
@@ -73,18 +80,31 @@ def evaluate_completions(run: Run, sampler: Sampler, models: Models, stage: str,
 def _real_nats(run: Run, sampler: Sampler, models: Models, indices: np.ndarray) -> float:
     """-log p of the real completions' tokens, EOS included, at the sampling temperature; nats a token."""
     limits = run.config.data.tasks
-    tokens, prompt_length, length = real_sequences(run.corpus.held_out_tasks, indices, limits.max_prompt_tokens + limits.max_completion_tokens)
+    tokens, prompt_length, length = real_sequences(
+        run.corpus.held_out_tasks, indices, limits.max_prompt_tokens + limits.max_completion_tokens
+    )
     logp = sampler.log_probs(models.policy, tokens, length)
     position = np.arange(tokens.shape[1])
     inside = (position >= prompt_length[:, None]) & (position < length[:, None])
     return float(-logp[inside].mean())
 
 
-def _write_samples(run: Run, stage: str, phase: str, when: str, indices: np.ndarray, completions: list, valid: np.ndarray) -> None:
+def _write_samples(
+    run: Run, stage: str, phase: str, when: str, indices: np.ndarray, completions: list, valid: np.ndarray
+) -> None:
     decode = run.corpus.tokenizer.decode
     for row in range(min(run.config.run.samples, len(completions))):
         c = completions[row]
-        run.samples.append({
-            "step": run.step, "stage": stage, "phase": phase, "when": when, "prompt": c.prompt, "completion": c.text,
-            "reference": decode(run.corpus.held_out_tasks.completions[indices[row]]), "valid": bool(valid[row]), "ended": c.ended,
-        })
+        run.samples.append(
+            {
+                "step": run.step,
+                "stage": stage,
+                "phase": phase,
+                "when": when,
+                "prompt": c.prompt,
+                "completion": c.text,
+                "reference": decode(run.corpus.held_out_tasks.completions[indices[row]]),
+                "valid": bool(valid[row]),
+                "ended": c.ended,
+            }
+        )

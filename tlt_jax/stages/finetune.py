@@ -9,17 +9,15 @@ import numpy as np
 from tlt_jax.config import ConfigError
 from tlt_jax.data import PackedRows, Tasks, make_loader, pack_examples
 from tlt_jax.data import curriculum as curricula
-from tlt_jax.decode.rollout import Rollout
-from tlt_jax.parallel.sharding import put_batch
 from tlt_jax.rl.advantages import group_advantages, token_weights
 from tlt_jax.rl.objectives import PolicyTerms, policy_objective
 from tlt_jax.rl.rewards import score_groups
 from tlt_jax.stages.evaluate import HeldOutLoss, evaluate_completions
-from tlt_jax.stages.loop import Phase, PhaseState, Step, run_phase
-from tlt_jax.stages.models import Models, policy_roles
-from tlt_jax.stages.pretrain import models_of, next_batch, untrained, vars_of
-from tlt_jax.stages.rollouts import Sampler, request_seeds, segments
+from tlt_jax.stages.loop import Phase, PhaseState, Step, models_of, next_batch, run_phase
+from tlt_jax.stages.models import Models, by_role, policy_roles, untrained
+from tlt_jax.stages.rollouts import Sampler, request_seeds
 from tlt_jax.stages.run import Run
+from tlt_jax.stages.updates import kl_metrics, rollout_batch, run_updates
 from tlt_jax.train.losses import next_token_objective
 from tlt_jax.train.state import new_state
 from tlt_jax.train.step import make_update
@@ -34,14 +32,26 @@ class Warmup(Phase):
         config, context = run.config.finetune.warmup, run.config.data.context_length
         self.run, self.models, self.sampler, self.patience = run, models, sampler, config.patience
         self.eval_every, self.part = config.eval_every, (0.0, config.share)
-        self.roles = policy_roles(models.policy.shape, config.optimizer, run.config.speculation.optimizer, config.exit_weight)
-        objective = next_token_objective(dtype=run.dtype, remat=run.config.model.remat, exit_weight=config.exit_weight, exit_stride=run.config.speculation.exit_stride)
+        self.roles = policy_roles(
+            models.policy.shape, config.optimizer, run.config.speculation.optimizer, config.exit_weight
+        )
+        objective = next_token_objective(
+            dtype=run.dtype,
+            remat=run.config.model.remat,
+            exit_weight=config.exit_weight,
+            exit_stride=run.config.speculation.exit_stride,
+        )
         self.update = make_update(objective, self.roles, run.mesh)
-        self.loader = make_loader(_packed(run.corpus.train_tasks, context, "training"), config.batch_size, config.accumulation, run.config.run.seed + 1)
+        self.loader = make_loader(
+            _packed(run.corpus.train_tasks, context, "training"),
+            config.batch_size,
+            config.accumulation,
+            run.config.run.seed + 1,
+        )
         self.held_out = HeldOutLoss(run, _packed(run.corpus.held_out_tasks, context, "held-out"), None)
 
     def init(self) -> PhaseState:
-        train = new_state(self.roles, vars_of(self.models), self.run.mesh)
+        train = new_state(self.roles, by_role(self.models), self.run.mesh)
         host = {"loader": self.loader.get_state(), "best_loss": None, "worse": 0}
         return PhaseState({"train": train, **untrained(self.models, self.roles)}, host)
 
@@ -72,19 +82,30 @@ class GroupPolicy(Phase):
     def __init__(self, run: Run, models: Models, sampler: Sampler):
         self.config = config = run.config.finetune.policy
         self.run, self.models, self.sampler, self.eval_every = run, models, sampler, config.eval_every
-        self.roles = policy_roles(models.policy.shape, config.optimizer, run.config.speculation.optimizer, config.exit_weight)
-        terms = PolicyTerms(
-            clip_low=config.clip_low, clip_high=config.clip_high, temperature=run.config.sampling.temperature,
-            entropy_coef=config.entropy_coef, exit_weight=config.exit_weight, kl_coef=config.kl_coef, kl_estimator=config.kl_estimator,
+        self.roles = policy_roles(
+            models.policy.shape, config.optimizer, run.config.speculation.optimizer, config.exit_weight
         )
-        self.update = make_update(policy_objective(terms, dtype=run.dtype, remat=run.config.model.remat), self.roles, run.mesh)
+        terms = PolicyTerms(
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            temperature=run.config.sampling.temperature,
+            entropy_coef=config.entropy_coef,
+            exit_weight=config.exit_weight,
+            kl_coef=config.kl_coef,
+            kl_estimator=config.kl_estimator,
+        )
+        self.update = make_update(
+            policy_objective(terms, dtype=run.dtype, remat=run.config.model.remat), self.roles, run.mesh
+        )
         self.lengths = np.array([len(c) for c in run.corpus.train_tasks.completions])
 
     def init(self) -> PhaseState:
-        train = new_state(self.roles, vars_of(self.models), self.run.mesh)
+        train = new_state(self.roles, by_role(self.models), self.run.mesh)
         reference = jax.tree.map(jax.numpy.copy, self.models.policy)
-        return PhaseState({"train": train, "reference": reference, **untrained(self.models, self.roles)},
-                          {"curriculum": curricula.Curriculum().to_dict()})
+        return PhaseState(
+            {"train": train, "reference": reference, **untrained(self.models, self.roles)},
+            {"curriculum": curricula.Curriculum().to_dict()},
+        )
 
     def step(self, state: PhaseState, step: Step) -> tuple[PhaseState, dict[str, Any], int]:
         run, config, started = self.run, self.config, time.monotonic()
@@ -93,29 +114,44 @@ class GroupPolicy(Phase):
         chosen = curricula.draw(allowed, config.prompts, run.config.run.seed, step.index)
         with run.timed("rollout"):
             prompts = [run.corpus.train_tasks.prompts[i] for i in np.repeat(chosen, config.group_size)]
-            rollout = self.sampler.rollout(models_of(state), prompts, request_seeds(run.config.run.seed, self.name, step.index, len(prompts)))
+            rollout = self.sampler.rollout(
+                models_of(state), prompts, request_seeds(run.config.run.seed, self.name, step.index, len(prompts))
+            )
         rolled = time.monotonic()
         with run.timed("reward"):
             completions = self.sampler.completions(rollout)
-            rewards, parts = score_groups(completions, config.group_size, config.rewards, self.sampler.engine.draft_length)
+            rewards, parts = score_groups(
+                completions, config.group_size, config.rewards, self.sampler.engine.draft_length
+            )
             advantages, equal = group_advantages(rewards, config.group_size, config.normalize_by_std)
             ref_logp = self.sampler.log_probs(state.arrays["reference"], rollout.tokens_BT, rollout.length_B)
         rewarded = time.monotonic()
         with run.timed("update"):
             mask = rollout.completion_mask_BT
             batch = rollout_batch(rollout, token_weights(mask, config.aggregation)) | {
-                "advantages": advantages[:, None] * mask, "ref_logp": ref_logp * mask}
-            train, metrics = run_updates(self, state.arrays["train"], batch, config.epochs, config.minibatches, step)
+                "advantages": advantages[:, None] * mask,
+                "ref_logp": ref_logp * mask,
+            }
+            train, metrics = run_updates(
+                self, state.arrays["train"], batch, rollout.length_B, config.epochs, config.minibatches, step
+            )
         success = float((parts["quality"] >= 1.0).mean())
         progress = curricula.advance(progress, success, config.curriculum)
         metrics |= self.sampler.metrics(rollout, rolled - started)
         metrics |= {f"rl/reward_{name}": float(part.mean()) for name, part in parts.items()}
         metrics |= kl_metrics(rollout, ref_logp)
         metrics |= {
-            "rl/reward": float(rewards.mean()), "rl/reward_std": float(rewards.std()), "rl/kl_coef": config.kl_coef,
-            "rl/advantage_mean": float(advantages.mean()), "rl/advantage_std": float(advantages.std()), "rl/zero_std_groups": equal,
-            "rl/success": success, "rl/curriculum_phase": progress.phase + 1,
-            "time/rollout": rolled - started, "time/reward": rewarded - rolled, "time/update": time.monotonic() - rewarded,
+            "rl/reward": float(rewards.mean()),
+            "rl/reward_std": float(rewards.std()),
+            "rl/kl_coef": config.kl_coef,
+            "rl/advantage_mean": float(advantages.mean()),
+            "rl/advantage_std": float(advantages.std()),
+            "rl/zero_std_groups": equal,
+            "rl/success": success,
+            "rl/curriculum_phase": progress.phase + 1,
+            "time/rollout": rolled - started,
+            "time/reward": rewarded - rolled,
+            "time/update": time.monotonic() - rewarded,
             "time/step": time.monotonic() - started,
         }
         state = PhaseState({**state.arrays, "train": train}, {"curriculum": progress.to_dict()})
@@ -123,38 +159,6 @@ class GroupPolicy(Phase):
 
     def evaluate(self, state: PhaseState, when: str) -> tuple[PhaseState, dict[str, float]]:
         return state, evaluate_completions(self.run, self.sampler, models_of(state), self.stage, self.name, when)
-
-
-def rollout_batch(rollout: Rollout, weights_BT: np.ndarray) -> dict[str, np.ndarray]:
-    """What every policy update needs of a rollout, [B, T]."""
-    return {"tokens": rollout.tokens_BT, "segments": segments(rollout.tokens_BT, rollout.length_B), "weights": weights_BT,
-            "old_logp": rollout.policy_logp_BT}
-
-
-def run_updates(phase: Any, train: Any, batch: dict[str, np.ndarray], epochs: int, minibatches: int, step: Step) -> tuple[Any, dict[str, float]]:
-    """Updates on shuffled minibatches, `epochs` times over; the mean of their metrics.
-
-    Before the first update the policy is the one that sampled: how far its log-probs are from the recorded ones there
-    is `rollout/logprob_abs_diff_max`, the mismatch between decoding and scoring (over the first minibatch).
-    """
-    run, rows = phase.run, len(batch["tokens"])
-    shuffle = np.random.default_rng([run.config.run.seed, step.index, rows])
-    collected = []
-    for _ in range(epochs):
-        for part in np.split(shuffle.permutation(rows), minibatches):
-            minibatch = put_batch(run.mesh, {name: array[part][None] for name, array in batch.items()}, leading=1)
-            train, metrics = phase.update(train, minibatch, np.float32(step.progress))
-            collected.append(metrics)
-    fetched = jax.device_get(collected)
-    mean = {name: float(np.mean([m[name] for m in fetched])) for name in fetched[0] if name != "rl/logp_diff_max"}
-    return train, {**mean, "rollout/logprob_abs_diff_max": float(fetched[0]["rl/logp_diff_max"])}
-
-
-def kl_metrics(rollout: Rollout, ref_logp_BT: np.ndarray) -> dict[str, float]:
-    """KL to the reference from the sampled tokens (k1): nats a sequence, and nats a token."""
-    mask = rollout.completion_mask_BT
-    difference = ((rollout.policy_logp_BT - ref_logp_BT) * mask).sum(axis=1)
-    return {"rl/kl": float(difference.mean()), "rl/kl_per_token": float(difference.sum() / max(mask.sum(), 1.0))}
 
 
 def _packed(tasks: Tasks, context: int, which: str) -> PackedRows:

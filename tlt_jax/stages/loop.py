@@ -8,10 +8,13 @@ from typing import Any, ClassVar
 import jax
 
 from tlt_jax.models.declare import flatten, unflatten
+from tlt_jax.parallel.sharding import put_batch
 from tlt_jax.stages.budget import Budget, Spent, phase_budget
+from tlt_jax.stages.models import Models
 from tlt_jax.stages.run import PHASES, Interrupted, Run
 
 log = logging.getLogger("tlt_jax")
+
 
 @dataclass(frozen=True)
 class PhaseState:
@@ -128,7 +131,14 @@ class _PhaseRun:
         run.step += 1
         self.spent.steps += 1
         self.spent.tokens += tokens
-        row = {"step": run.step, "stage": phase.stage, "phase": phase.name, "phase_step": index + 1, "progress": progress, "seconds": run.seconds}
+        row = {
+            "step": run.step,
+            "stage": phase.stage,
+            "phase": phase.name,
+            "phase_step": index + 1,
+            "progress": progress,
+            "seconds": run.seconds,
+        }
         if (index + 1) % phase.eval_every == 0:
             jax.block_until_ready(metrics)
             start = time.monotonic()
@@ -173,7 +183,9 @@ class _PhaseRun:
     def _save_due(self) -> bool:
         every = self.run.config.checkpoint
         steps, seconds = every.every_steps, every.every_seconds
-        return bool(steps and self.spent.steps % steps == 0) or bool(seconds and time.monotonic() - self.last_save >= seconds)
+        return bool(steps and self.spent.steps % steps == 0) or bool(
+            seconds and time.monotonic() - self.last_save >= seconds
+        )
 
     def _save(self) -> None:
         """Saves a checkpoint under the number of the run's step. A phase that took no step has nothing to add to the
@@ -187,8 +199,14 @@ class _PhaseRun:
             if self.spent.steps == 0:
                 return
             document = {
-                "stage": self.phase.stage, "phase": self.phase.name, "spent": self.spent.to_dict(), "done": self.done,
-                "times": run.times, "host": self.state.host, "results": run.results, "seconds": run.seconds,
+                "stage": self.phase.stage,
+                "phase": self.phase.name,
+                "spent": self.spent.to_dict(),
+                "done": self.done,
+                "times": run.times,
+                "host": self.state.host,
+                "results": run.results,
+                "seconds": run.seconds,
             }
             run.store.save(run.step, flatten(self.state.arrays), document)
         self.last_save = time.monotonic()
@@ -198,10 +216,31 @@ class _PhaseRun:
         times = dict(self.run.times)
         rest = max(self.spent.seconds - sum(times.values()), 0.0)
         times["other" if "update" in times else "update"] = rest
-        self.record.update(spent=self.spent.to_dict(), steps=self.spent.steps, tokens=self.spent.tokens, seconds=self.spent.seconds, time=times)
+        self.record.update(
+            spent=self.spent.to_dict(),
+            steps=self.spent.steps,
+            tokens=self.spent.tokens,
+            seconds=self.spent.seconds,
+            time=times,
+        )
 
     def _restored(self, document: dict[str, Any]) -> PhaseState:
         fresh = self.phase.init()
         assert self.run.restored_step is not None
         arrays = self.run.store.restore(self.run.restored_step, flatten(fresh.arrays))
         return PhaseState(unflatten(fresh.arrays, arrays), document["host"])
+
+
+def next_batch(run: Run, loader: Any, state: PhaseState) -> tuple[PhaseState, dict[str, Any]]:
+    """The batch after the position that the state holds, on the mesh, and the state with the position after it."""
+    if loader.get_state() != state.host["loader"]:
+        loader.set_state(state.host["loader"])
+    with run.timed("data"):
+        batch = put_batch(run.mesh, next(loader), leading=1)
+    return PhaseState(state.arrays, {**state.host, "loader": loader.get_state()}), batch
+
+
+def models_of(state: PhaseState) -> Models:
+    """The policy and exit that a phase's state holds, trained or not."""
+    held = {**state.arrays, **(state.arrays["train"].params if "train" in state.arrays else {})}
+    return Models(held["policy"], held["exit"])

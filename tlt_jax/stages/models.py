@@ -25,6 +25,16 @@ class Models:
     exit: ShallowExit
 
 
+def by_role(models: Models) -> dict[str, Any]:
+    """The models by role."""
+    return {"policy": models.policy, "exit": models.exit}
+
+
+def untrained(models: Models, roles: dict[str, Any]) -> dict[str, Any]:
+    """The models that a phase does not train, which its checkpoints keep beside what it does."""
+    return {name: module for name, module in by_role(models).items() if name not in roles}
+
+
 def transformer(shape: ModelShape) -> Build:
     return lambda declare: Transformer(shape, declare)
 
@@ -37,7 +47,9 @@ def scalar_head(shape: ModelShape) -> Build:
     return lambda declare: ScalarHead(shape, declare)
 
 
-def policy_roles(shape: ModelShape, policy: OptimizerConfig, drafter: OptimizerConfig, exit_weight: float) -> dict[str, Role]:
+def policy_roles(
+    shape: ModelShape, policy: OptimizerConfig, drafter: OptimizerConfig, exit_weight: float
+) -> dict[str, Role]:
     """The roles of a phase that trains the policy, and the drafter's exit if it has a loss."""
     roles = {"policy": Role(transformer(shape), policy)}
     if exit_weight:
@@ -49,7 +61,19 @@ def model_shape(config: ModelConfig, vocab: int) -> ModelShape:
     """The shape that the config asks for, or that of `init_from`."""
     source = _source(config)
     if source is None:
-        names = ("width", "layers", "heads", "kv_heads", "head_dim", "hidden", "exit_layer", "exit_rank", "rope_theta", "norm_eps", "tied")
+        names = (
+            "width",
+            "layers",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "hidden",
+            "exit_layer",
+            "exit_rank",
+            "rope_theta",
+            "norm_eps",
+            "tied",
+        )
         return ModelShape(vocab=vocab, **{name: getattr(config, name) for name in names})
     if (source / "config.json").is_file():
         return read_shape(source, *(read_exit(source) or (config.exit_layer, config.exit_rank)))

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -23,7 +23,11 @@ from tlt_jax.text import load_tokenizer
 
 log = logging.getLogger("tlt_jax")
 
-STAGES: dict[str, Callable[[Run, Models], Models]] = {"pretrain": run_pretrain, "finetune": run_finetune, "align": run_align}
+STAGES: dict[str, Callable[[Run, Models], Models]] = {
+    "pretrain": run_pretrain,
+    "finetune": run_finetune,
+    "align": run_align,
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,14 @@ def export_run(run_dir: Path, folder: Path) -> None:
     config = load_config(run_dir / "config.yaml")
     tokenizer = load_tokenizer(run_dir / "tokenizer.json")
     models = saved_models(config, run_dir, make_mesh(MeshConfig()))
-    export(folder, models.policy.shape, host_copy(models.policy), host_copy(models.exit), tokenizer, config.data.context_length)
+    export(
+        folder,
+        models.policy.shape,
+        host_copy(models.policy),
+        host_copy(models.exit),
+        tokenizer,
+        config.data.context_length,
+    )
 
 
 def _run_one(config: Config, stage: str, models: Models | None) -> StageResult:
@@ -88,7 +99,7 @@ def _run_one(config: Config, stage: str, models: Models | None) -> StageResult:
         return StageResult(models, [r for r in run.results if r["stage"] == stage])
 
 
-def _run_stages(run: Run, stages: list[str], models: Models | None) -> Models:
+def _run_stages(run: Run, stages: Sequence[str], models: Models | None) -> Models:
     models = models or initial_models(run.config, run.corpus.tokenizer.vocab_size, run.mesh)
     run.facts["parameters"] = sum(array.size for array in host_copy(models.policy).values())
     run.write_results()
@@ -104,7 +115,14 @@ def _finish(run: Run, models: Models) -> None:
     """Exports the final models, and marks the run as finished."""
     if run.config.run.export:
         folder = run.folder / "export"
-        export(folder, models.policy.shape, host_copy(models.policy), host_copy(models.exit), run.corpus.tokenizer, run.config.data.context_length)
+        export(
+            folder,
+            models.policy.shape,
+            host_copy(models.policy),
+            host_copy(models.exit),
+            run.corpus.tokenizer,
+            run.config.data.context_length,
+        )
         log.info("exported to %s (loads in transformers)", folder)
     run.facts["finished"] = datetime.now().astimezone().isoformat(timespec="seconds")
     run.write_results(finished=True)

@@ -12,15 +12,15 @@ from tlt_jax.models.declare import initialise
 from tlt_jax.parallel.sharding import put_batch, replicated
 from tlt_jax.rl.objectives import reward_objective, sequence_rewards
 from tlt_jax.stages.loop import Phase, PhaseState, Step
-from tlt_jax.stages.models import Models, scalar_head, transformer
-from tlt_jax.stages.pretrain import vars_of
+from tlt_jax.stages.models import Models, by_role, scalar_head, transformer
 from tlt_jax.stages.rollouts import Sampler, by_batches, real_sequences, request_seeds
 from tlt_jax.stages.run import Run
 from tlt_jax.train.state import Role, new_state
 from tlt_jax.train.step import make_update
 
 Pairs = dict[str, np.ndarray]
-ROUNDS = 8  # how many completions are drawn for each pair asked for, at most
+Pair = tuple[np.ndarray, int, np.ndarray, int]  # the real sequence and its length, the policy's own and its length
+ROUNDS = 8  # at most so many completions are drawn for each pair asked for
 
 
 class RewardModel(Phase):
@@ -33,7 +33,10 @@ class RewardModel(Phase):
         self.run, self.models, self.sampler = run, models, sampler
         self.eval_every, self.part = config.eval_every, (0.0, config.share)
         shape = models.policy.shape
-        self.roles = {"reward_trunk": Role(transformer(shape), config.optimizer), "reward": Role(scalar_head(shape), config.optimizer)}
+        self.roles = {
+            "reward_trunk": Role(transformer(shape), config.optimizer),
+            "reward": Role(scalar_head(shape), config.optimizer),
+        }
         self.update = make_update(reward_objective(dtype=run.dtype, remat=run.config.model.remat), self.roles, run.mesh)
         self._rewards = jax.jit(partial(sequence_rewards, dtype=run.dtype))
 
@@ -42,12 +45,16 @@ class RewardModel(Phase):
         train = new_state(self.roles, fresh, self.run.mesh)
         pairs = {"train": self._no_pairs(self.config.pairs), "held_out": self._no_pairs(self.config.held_out_pairs)}
         pairs = jax.device_put(pairs, replicated(self.run.mesh))
-        return PhaseState({"train": train, "pairs": pairs, **vars_of(self.models)}, {"score_mean": 0.0, "score_std": 1.0})
+        return PhaseState(
+            {"train": train, "pairs": pairs, **by_role(self.models)}, {"score_mean": 0.0, "score_std": 1.0}
+        )
 
     def prepare(self, state: PhaseState) -> PhaseState:
         data, config = self.run.corpus, self.config
-        pairs = {"train": self._make_pairs(data.train_tasks, config.pairs, "pairs"),
-                 "held_out": self._make_pairs(data.held_out_tasks, config.held_out_pairs, "held-out pairs")}
+        pairs = {
+            "train": self._make_pairs(data.train_tasks, config.pairs, "pairs"),
+            "held_out": self._make_pairs(data.held_out_tasks, config.held_out_pairs, "held-out pairs"),
+        }
         return PhaseState({**state.arrays, "pairs": jax.device_put(pairs, replicated(self.run.mesh))}, state.host)
 
     def step(self, state: PhaseState, step: Step) -> tuple[PhaseState, dict[str, Any], int]:
@@ -78,53 +85,58 @@ class RewardModel(Phase):
     def _scores(self, state: PhaseState, pairs: Pairs, side: str) -> np.ndarray:
         params = state.arrays["train"].params
         batch = {"tokens": pairs[side], "length": np.maximum(pairs[f"{side}_length"], 1)}
-        return by_batches(self.run.mesh, self.config.batch_size,
-                          lambda b: self._rewards(params["reward_trunk"], params["reward"], b["tokens"], b["length"]), batch)
+        return by_batches(
+            self.run.mesh,
+            self.config.batch_size,
+            lambda b: self._rewards(params["reward_trunk"], params["reward"], b["tokens"], b["length"]),
+            batch,
+        )
 
     def _no_pairs(self, count: int) -> Pairs:
         limits = self.run.config.data.tasks
         rows = np.zeros((count, limits.max_prompt_tokens + limits.max_completion_tokens), np.int32)
         lengths = np.zeros(count, np.int32)
-        return {"chosen": rows, "rejected": rows.copy(), "chosen_length": lengths, "rejected_length": lengths.copy(),
-                "weights": np.zeros(count, np.float32)}
+        return {
+            "chosen": rows,
+            "rejected": rows.copy(),
+            "chosen_length": lengths,
+            "rejected_length": lengths.copy(),
+            "weights": np.zeros(count, np.float32),
+        }
 
     def _make_pairs(self, tasks: Tasks, wanted: int, what: str) -> Pairs:
         """Up to `wanted` pairs of real and own completion of the same prompt, the own one ended and matched in length.
 
         Among the pairs, the real completion is the longer one as often as the shorter: what is over is left out.
         """
-        pairs, limit = self._no_pairs(wanted), pairs_limit(self.config.length_tolerance)
-        found: dict[str, list[tuple[np.ndarray, int, np.ndarray, int]]] = {"longer": [], "shorter": [], "equal": []}
-        slots = self.sampler.engine.slots
-        for attempt in range(-(-wanted * ROUNDS // slots)):
+        found: dict[str, list[Pair]] = {"longer": [], "shorter": [], "equal": []}
+        for attempt in range(ROUNDS):
             if 2 * min(len(found["longer"]), len(found["shorter"])) + len(found["equal"]) >= wanted:
                 break
             random = np.random.default_rng([self.run.config.run.seed, attempt, wanted])
-            indices = random.choice(len(tasks), slots, replace=len(tasks) < slots)
-            rollout = self.sampler.rollout(self.models, [tasks.prompts[i] for i in indices],
-                                           request_seeds(self.run.config.run.seed, what, attempt, slots))
+            indices = random.choice(len(tasks), wanted, replace=len(tasks) < wanted)
+            seeds = request_seeds(self.run.config.run.seed, what, attempt, wanted)
+            rollout = self.sampler.rollout(self.models, [tasks.prompts[i] for i in indices], seeds)
             real, prompt_length, length = real_sequences(tasks, indices, rollout.tokens_BT.shape[1])
-            for row in np.flatnonzero(rollout.ended_B):
-                own, ours = rollout.length_B[row] - prompt_length[row], length[row] - prompt_length[row]
-                same = np.array_equal(real[row], rollout.tokens_BT[row])
-                if not same and limit(int(own), int(ours)):
-                    kind = "equal" if own == ours else "longer" if ours > own else "shorter"
-                    found[kind].append((real[row], length[row], rollout.tokens_BT[row], rollout.length_B[row]))
+            own, ours = rollout.completion_length_B, length - prompt_length
+            near = np.abs(own - ours) <= self.config.length_tolerance * np.maximum(own, ours)
+            copied = np.all(real == rollout.tokens_BT, axis=1)
+            for row in np.flatnonzero(rollout.ended_B & near & ~copied):
+                kind = "equal" if own[row] == ours[row] else "longer" if ours[row] > own[row] else "shorter"
+                found[kind].append((real[row], length[row], rollout.tokens_BT[row], rollout.length_B[row]))
         both = min(len(found["longer"]), len(found["shorter"]))
-        kept = (found["longer"][:both] + found["shorter"][:both] + found["equal"])[:wanted]
+        kept = (found["equal"] + found["longer"][:both] + found["shorter"][:both])[:wanted]
         if not kept:
-            raise ConfigError(f"stage 'align': no {what} within `align.reward_model.length_tolerance` ({self.config.length_tolerance}); "
-                              "the policy's completions do not end, or tasks are too few")
+            raise ConfigError(
+                f"stage 'align': no {what} within `align.reward_model.length_tolerance` ({self.config.length_tolerance});"
+                " the policy's completions do not end, or tasks are too few"
+            )
+        pairs = self._no_pairs(wanted)
         for row, (chosen, chosen_length, rejected, rejected_length) in enumerate(kept):
             pairs["chosen"][row], pairs["chosen_length"][row] = chosen, chosen_length
             pairs["rejected"][row], pairs["rejected_length"][row] = rejected, rejected_length
             pairs["weights"][row] = 1.0
         return pairs
-
-
-def pairs_limit(tolerance: float) -> Any:
-    """Whether two lengths differ by at most `tolerance` of the longer one."""
-    return lambda a, b: abs(a - b) <= tolerance * max(a, b)
 
 
 def share_won(a: np.ndarray, b: np.ndarray) -> float:

@@ -29,11 +29,20 @@ class Sampler:
         config = run.config
         tasks, speculation, sampling = config.data.tasks, config.speculation, config.sampling
         filtered = bool(sampling.top_k or sampling.top_p < 1.0)
-        draft = DraftSpec(speculation.drafter, speculation.draft_length, filtered, speculation.ngram_min, speculation.ngram_max)
+        draft = DraftSpec(
+            speculation.drafter, speculation.draft_length, filtered, speculation.ngram_min, speculation.ngram_max
+        )
         self.run = run
         self.engine = Engine(
-            shape, run.mesh, slots=speculation.slots, max_prompt=tasks.max_prompt_tokens, max_new=tasks.max_completion_tokens,
-            eos=[run.corpus.tokenizer.eos_id], draft=draft, dtype=run.dtype, block_verifies=speculation.block_verifies,
+            shape,
+            run.mesh,
+            slots=speculation.slots,
+            max_prompt=tasks.max_prompt_tokens,
+            max_new=tasks.max_completion_tokens,
+            eos=[run.corpus.tokenizer.eos_id],
+            draft=draft,
+            dtype=run.dtype,
+            block_verifies=speculation.block_verifies,
         )
         self._log_probs = jax.jit(partial(sequence_log_probs, temperature=sampling.temperature, dtype=run.dtype))
 
@@ -57,13 +66,24 @@ class Sampler:
         return [
             Completion(decode(row[:start]), decode(tokens), tokens, bool(ended), int(accepted), int(calls))
             for row, start, tokens, ended, accepted, calls in zip(
-                rollout.tokens_BT, rollout.prompt_length_B, rollout.completions(), rollout.ended_B, rollout.accepted_B, rollout.target_calls_B, strict=True)
+                rollout.tokens_BT,
+                rollout.prompt_length_B,
+                rollout.completions(),
+                rollout.ended_B,
+                rollout.accepted_B,
+                rollout.target_calls_B,
+                strict=True,
+            )
         ]
 
     def log_probs(self, policy: Any, tokens_BT: np.ndarray, length_B: np.ndarray) -> np.ndarray:
         """log p of each token at the sampling temperature [B, T], in batches of the engine's slots."""
-        return by_batches(self.run.mesh, self.engine.slots, lambda b: self._log_probs(policy, b["tokens"], b["segments"]),
-                          {"tokens": tokens_BT, "segments": segments(tokens_BT, length_B)})
+        return by_batches(
+            self.run.mesh,
+            self.engine.slots,
+            lambda b: self._log_probs(policy, b["tokens"], b["segments"]),
+            {"tokens": tokens_BT, "segments": segments(tokens_BT, length_B)},
+        )
 
 
 def by_batches(mesh: jax.sharding.Mesh, size: int, function: Any, batch: dict[str, np.ndarray]) -> Any:
@@ -90,7 +110,7 @@ def request_seeds(seed: int, what: str, step: int, count: int) -> list[int]:
     return [(int(high) << 32) | int(low) for high, low in words.reshape(-1, 2)]
 
 
-def real_sequences(tasks: Tasks, indices: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def real_sequences(tasks: Tasks, indices: Sequence[int] | np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tokens [B, length], prompt lengths, lengths) of prompts with their real completions."""
     tokens = np.zeros((len(indices), length), np.int32)
     prompt_length, lengths = np.zeros(len(indices), np.int32), np.zeros(len(indices), np.int32)

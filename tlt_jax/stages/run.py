@@ -34,7 +34,13 @@ from tlt_jax.stages.models import tokenizer_path
 log = logging.getLogger("tlt_jax")
 
 
-PHASES = [("pretrain", "pretrain"), ("finetune", "warmup"), ("finetune", "policy"), ("align", "reward_model"), ("align", "ppo")]
+PHASES = [
+    ("pretrain", "pretrain"),
+    ("finetune", "warmup"),
+    ("finetune", "policy"),
+    ("align", "reward_model"),
+    ("align", "ppo"),
+]
 
 
 def last_phase(stage: str) -> tuple[str, str]:
@@ -79,7 +85,11 @@ class Run:
     def finished(self) -> bool:
         """Whether the run directory holds the end of this config's last stage, exported and recorded."""
         document = self.document
-        if document is None or not document["done"] or (document["stage"], document["phase"]) != last_phase(self.config.stages[-1]):
+        if (
+            document is None
+            or not document["done"]
+            or (document["stage"], document["phase"]) != last_phase(self.config.stages[-1])
+        ):
             return False
         return bool(read_json(self.folder / "results.json").get("finished"))
 
@@ -111,12 +121,16 @@ def open_run(config: Config) -> Iterator[Run]:
     """
     folder = Path(config.run.output_dir).expanduser() / config.run.name
     if config.run.resume == "never" and folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"`run.resume` is 'never' and {str(folder)!r} exists; expected a new run.name, or run.resume=auto")
+        raise ConfigError(
+            f"`run.resume` is 'never' and {str(folder)!r} exists; expected a new run.name, or run.resume=auto"
+        )
     set_up_devices(config.device)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"`run.output_dir` is {config.run.output_dir!r}; expected a folder that can be written ({error})") from None
+        raise ConfigError(
+            f"`run.output_dir` is {config.run.output_dir!r}; expected a folder that can be written ({error})"
+        ) from None
     with ExitStack() as stack:
         set_up_logging(folder)
         # After a failure the log stays open, for whoever reports it.
@@ -187,9 +201,9 @@ def _compile_clock(run: Run) -> Iterator[None]:
     """Adds up the seconds that JAX spends tracing and compiling."""
     active = True
 
-    def listen(event: str, duration: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if active and event.startswith("/jax/core/compile/"):
-            run.compile_seconds += duration
+            run.compile_seconds += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield
@@ -227,8 +241,21 @@ def _announce(run: Run) -> None:
     data = run.corpus.summary
     log.info("run directory: %s", run.folder)
     log.info("%d x %s, mesh %s, %s", run.facts["device_count"], run.facts["device"], run.facts["mesh"], run.dtype)
-    log.info("data: %d files, %d training tokens, %.2f bytes a token, %d tasks (%d held out)%s", data["files"], data["train_tokens"],
-             run.corpus.bytes_per_token, data["train_tasks"], data["held_out_tasks"], ", from the cache" if data["cached"] else "")
+    log.info(
+        "data: %d files, %d training tokens, %.2f bytes a token, %d tasks (%d held out)%s",
+        data["files"],
+        data["train_tokens"],
+        run.corpus.bytes_per_token,
+        data["train_tasks"],
+        data["held_out_tasks"],
+        ", from the cache" if data["cached"] else "",
+    )
     if run.document:
         where = run.document
-        log.info("going on from checkpoint %d: %s %s, step %d of the phase", run.step, where["stage"], where["phase"], where["spent"]["steps"])
+        log.info(
+            "going on from checkpoint %d: %s %s, step %d of the phase",
+            run.step,
+            where["stage"],
+            where["phase"],
+            where["spent"]["steps"],
+        )

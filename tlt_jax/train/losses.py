@@ -45,7 +45,10 @@ def next_token_objective(*, dtype: jnp.dtype, remat: str, exit_weight: float, ex
         if exit_weight == 0:
             return main, {}
         with jax.named_scope("exit_loss"):
-            x_exit_BPD, targets_BP = _strided(x_exit_BSD, b["offset"], exit_stride), _strided(b["targets"], b["offset"], exit_stride)
+            x_exit_BPD, targets_BP = (
+                _strided(x_exit_BSD, b["offset"], exit_stride),
+                _strided(b["targets"], b["offset"], exit_stride),
+            )
             exit_BPV = exit_logits(policy, params["exit"], x_exit_BPD)
             early = weighted_sum(cross_entropy(exit_BPV, targets_BP), b["exit_weights"])
         return main + exit_weight * early, {"train/main_loss": main, "train/exit_loss": early}
@@ -58,8 +61,14 @@ def _strided(x: jax.Array, offset: jax.Array, stride: int) -> jax.Array:
     return jnp.take(x.reshape(rows, length // stride, stride, *rest), offset, axis=2)
 
 
-def exit_distillation(policy: Transformer, exit: ShallowExit, x_exit_BSD: jax.Array, log_probs_BSV: jax.Array,
-                      temperature: float, weights_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
+def exit_distillation(
+    policy: Transformer,
+    exit: ShallowExit,
+    x_exit_BSD: jax.Array,
+    log_probs_BSV: jax.Array,
+    temperature: float,
+    weights_BS: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """(loss, acceptance) of the drafter against the policy's own distribution, as weighted sums.
 
     loss: cross-entropy from the policy's distribution to the exit's, nats. acceptance: 1 - total variation, the chance
@@ -67,7 +76,9 @@ def exit_distillation(policy: Transformer, exit: ShallowExit, x_exit_BSD: jax.Ar
     """
     with jax.named_scope("exit_loss"):
         frozen = jax.lax.stop_gradient(policy)
-        q_log_BSV = jax.nn.log_softmax(exit_logits(frozen, exit, jax.lax.stop_gradient(x_exit_BSD)) / temperature, axis=-1)
+        q_log_BSV = jax.nn.log_softmax(
+            exit_logits(frozen, exit, jax.lax.stop_gradient(x_exit_BSD)) / temperature, axis=-1
+        )
         p_BSV = jnp.exp(jax.lax.stop_gradient(log_probs_BSV))
         overlap_BS = jnp.sum(jnp.minimum(p_BSV, jnp.exp(jax.lax.stop_gradient(q_log_BSV))), axis=-1)
         return weighted_sum(-jnp.sum(p_BSV * q_log_BSV, axis=-1), weights_BS), weighted_sum(overlap_BS, weights_BS)

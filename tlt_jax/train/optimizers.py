@@ -52,8 +52,12 @@ def _muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation
         return unflatten(params, {path: _muon_dimensions(specs[path]) for path in flatten(params)})
 
     return optax.contrib.muon(
-        1.0, adam_b1=config.beta1, adam_b2=config.beta2, weight_decay=config.weight_decay,
-        weight_decay_mask=_matrices(specs), adam_learning_rate=adam_rate / config.learning_rate,
+        1.0,
+        adam_b1=config.beta1,
+        adam_b2=config.beta2,
+        weight_decay=config.weight_decay,
+        weight_decay_mask=_matrices(specs),
+        adam_learning_rate=adam_rate / config.learning_rate,
         muon_weight_dimension_numbers=dimensions,
     )
 

@@ -28,7 +28,7 @@ Build = Callable[[Declare], nnx.Module]
 class TrainState:
     """`step` counts updates of the phase; `params` and `opt` map roles to modules and optimiser states."""
 
-    step: jax.Array
+    step: Any
     params: dict[str, Any]
     opt: dict[str, Any]
 
@@ -50,7 +50,10 @@ class Role:
 def new_state(roles: dict[str, Role], params: dict[str, Any], mesh: Mesh) -> TrainState:
     """A state at step 0 with the given parameters (copied, since updates donate them) and fresh optimisers."""
     params = {role: jax.tree.map(jnp.copy, params[role]) for role in roles}
-    opt = {name: jax.jit(role.transform().init, out_shardings=opt_shardings(role, mesh))(params[name]) for name, role in roles.items()}
+    opt = {
+        name: jax.jit(role.transform().init, out_shardings=opt_shardings(role, mesh))(params[name])
+        for name, role in roles.items()
+    }
     return TrainState(jax.device_put(jnp.zeros((), jnp.int32), replicated(mesh)), params, opt)
 
 

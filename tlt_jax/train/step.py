@@ -36,7 +36,9 @@ def normalised(weights: jax.Array) -> jax.Array:
     return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1.0), 0.0)
 
 
-def make_update(objective: Objective, roles: dict[str, Role], mesh: Mesh) -> Callable[[TrainState, Batch, Any], tuple[TrainState, Metrics]]:
+def make_update(
+    objective: Objective, roles: dict[str, Role], mesh: Mesh
+) -> Callable[[TrainState, Batch, Any], tuple[TrainState, Metrics]]:
     """update(state, batch, progress) -> (state, metrics). Batch arrays are [A, b, ...]; progress in [0, 1] sets the rates.
 
     The state is donated: use the one that comes back. Metrics are device scalars; `train/grad_norm` (before clipping)
@@ -82,7 +84,10 @@ def _gradients(objective: Objective, params: dict[str, Any], batch: Batch) -> tu
 
     def add(total, microbatch):
         grads, metrics = one(microbatch)
-        combined = {name: (jnp.maximum if name.endswith("_max") else jnp.add)(total[1][name], value) for name, value in metrics.items()}
+        combined = {
+            name: (jnp.maximum if name.endswith("_max") else jnp.add)(total[1][name], value)
+            for name, value in metrics.items()
+        }
         return (jax.tree.map(jnp.add, total[0], grads), combined), None
 
     return jax.lax.scan(add, zeros, batch)[0]

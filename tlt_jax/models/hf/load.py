@@ -45,9 +45,17 @@ def read_shape(folder: str | Path, exit_layer: int, exit_rank: int) -> ModelShap
             f"`model.exit_layer` is {exit_layer}; expected 1 to {layers - 1}, as {str(path)!r} has {layers} layers"
         )
     return ModelShape(
-        vocab=_integer(path, config, "vocab_size"), width=width, layers=layers, heads=heads, kv_heads=kv_heads,
-        head_dim=head_dim, hidden=_integer(path, config, "intermediate_size"), exit_layer=exit_layer,
-        exit_rank=exit_rank, rope_theta=_rope_theta(path, config), norm_eps=_number(path, config, "rms_norm_eps", 1e-6),
+        vocab=_integer(path, config, "vocab_size"),
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden=_integer(path, config, "intermediate_size"),
+        exit_layer=exit_layer,
+        exit_rank=exit_rank,
+        rope_theta=_rope_theta(path, config),
+        norm_eps=_number(path, config, "rms_norm_eps", 1e-6),
         tied=_boolean(path, config, "tie_word_embeddings", False),
     )
 

@@ -27,16 +27,32 @@ from tlt_jax.text.tokenizer import save as save_tokenizer
 log = logging.getLogger("tlt_jax")
 Arrays = dict[str, np.ndarray]
 DTYPES = {
-    "float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
 }
 WRITTEN = {
-    WEIGHTS, INDEX, DRAFTER, "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    WEIGHTS,
+    INDEX,
+    DRAFTER,
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
 }
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
-def export(folder: str | Path, shape: ModelShape, weights: Arrays, drafter: Arrays | None, tokenizer: Tokenizer | None,
-           context_length: int, dtype: str = "float32", max_shard_bytes: float = 5e9) -> None:
+def export(
+    folder: str | Path,
+    shape: ModelShape,
+    weights: Arrays,
+    drafter: Arrays | None,
+    tokenizer: Tokenizer | None,
+    context_length: int,
+    dtype: str = "float32",
+    max_shard_bytes: float = 5e9,
+) -> None:
     """Writes the Transformer `weights` of `shape` ({our path: array}) as a Hugging Face directory.
 
     It holds config.json, generation_config.json, model.safetensors in `dtype` (shards of at most `max_shard_bytes`
@@ -57,8 +73,13 @@ def export(folder: str | Path, shape: ModelShape, weights: Arrays, drafter: Arra
             f" the embedding has {shape.vocab} rows"
         )
     if shape.width % shape.heads:
-        log.warning("export: transformers refuses a Llama whose width (%d) its heads (%d) do not divide; what is"
-                    " written to %s loads here alone", shape.width, shape.heads, folder)
+        log.warning(
+            "export: transformers refuses a Llama whose width (%d) its heads (%d) do not divide; what is"
+            " written to %s loads here alone",
+            shape.width,
+            shape.heads,
+            folder,
+        )
     _refuse_foreign(folder)
 
     def write(into: Path) -> None:
@@ -116,9 +137,11 @@ def _write_weights(folder: Path, shape: ModelShape, weights: Arrays, dtype: np.d
     specs = names.transformer_specs(shape)
     _check_arrays("weights", weights, {path: spec.shape for path, spec in specs.items()})
     shards = list(_shards(names.tensors(specs), dtype.itemsize, limit))
-    files = [WEIGHTS] if len(shards) == 1 else [
-        f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)
-    ]
+    files = (
+        [WEIGHTS]
+        if len(shards) == 1
+        else [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    )
     for file, shard in zip(files, shards, strict=True):
         _save({t.name: _converted(t, weights[t.spec.path], dtype) for t in shard}, folder / file, {"format": "pt"})
     if len(shards) > 1:
@@ -151,8 +174,10 @@ def _converted(tensor: Tensor, array: np.ndarray, dtype: np.dtype) -> np.ndarray
     with np.errstate(over="ignore"):  # checked below, by name
         theirs = np.ascontiguousarray(names.to_theirs(ours, tensor.spec), dtype=dtype)
     if dtype == np.float16 and not np.array_equal(np.isfinite(theirs), np.isfinite(names.to_theirs(ours, tensor.spec))):
-        raise ConfigError(f"export: {tensor.name} has values up to {np.nanmax(np.abs(ours)):.3g}, beyond float16;"
-                          " expected the type bfloat16 or float32")
+        raise ConfigError(
+            f"export: {tensor.name} has values up to {np.nanmax(np.abs(ours)):.3g}, beyond float16;"
+            " expected the type bfloat16 or float32"
+        )
     return theirs
 
 

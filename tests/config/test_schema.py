@@ -1,0 +1,109 @@
+"""The schema: every key is described and used, and every name that it offers is in a registry."""
+
+import ast
+import typing
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from tlt_jax.config import Config, schema
+from tlt_jax.config.load import all_keys
+
+PACKAGE = Path(schema.__file__).parents[1]
+# The method's own names, known to everyone.
+SELF_EVIDENT = {"beta1", "beta2"}
+
+
+def sections(section: type[BaseModel] = Config) -> set[type[BaseModel]]:
+    found = {section}
+    for field in section.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= sections(field.annotation)
+    return found
+
+
+def is_section(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def test_every_key_says_what_it_is():
+    silent = {
+        f"{section.__name__}.{name}"
+        for section in sections()
+        for name, field in section.model_fields.items()
+        if not field.description and not is_section(field.annotation) and name not in SELF_EVIDENT
+    }
+    assert silent == set()
+
+
+def test_every_default_is_within_its_own_range():
+    for section in sections():
+        section.model_validate(
+            {name: field.default for name, field in section.model_fields.items() if not is_section(field.annotation)}
+        )
+
+
+def names_used_outside_the_config() -> set[str]:
+    """Attributes that are read, and strings: names that `getattr` may be given."""
+    names = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name == "config":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                names.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value)
+    return names
+
+
+def test_every_key_is_used():
+    used = names_used_outside_the_config()
+    assert [key for key in all_keys() if key.split(".")[-1] not in used] == []
+
+
+def test_all_keys_are_the_leaves():
+    keys = all_keys()
+    assert len(keys) == len(set(keys))
+    assert {
+        "stages",
+        "run.seed",
+        "device.mesh.fsdp",
+        "align.ppo.value_optimizer.beta2",
+        "data.source.hub_token",
+    } <= set(keys)
+    assert not {"run", "device.mesh", "align.ppo.value_optimizer"} & set(keys)
+
+
+def registries():
+    from tlt_jax.data.sources import SOURCES
+    from tlt_jax.decode.propose import DRAFTERS
+    from tlt_jax.observe.trackers import TRACKERS
+    from tlt_jax.rl.rewards import REWARDS
+    from tlt_jax.stages.pipeline import STAGES
+    from tlt_jax.train.optimizers import OPTIMIZERS
+
+    return {
+        "OptimizerName": OPTIMIZERS,
+        "Drafter": DRAFTERS,
+        "RewardName": REWARDS,
+        "TrackerName": TRACKERS,
+        "SourceKind": SOURCES,
+        "Stage": STAGES,
+    }
+
+
+@pytest.mark.parametrize("literal", ["OptimizerName", "Drafter", "RewardName", "TrackerName", "SourceKind", "Stage"])
+def test_the_registry_holds_what_the_config_offers(literal):
+    assert list(typing.get_args(getattr(schema, literal))) == list(registries()[literal])
+
+
+def test_every_reward_has_a_weight():
+    assert list(schema.RewardWeights.model_fields) == list(typing.get_args(schema.RewardName))
+
+
+def test_every_stage_has_a_share_and_a_section():
+    for stage in typing.get_args(schema.Stage):
+        assert stage in schema.BudgetConfig.model_fields
+        assert stage in Config.model_fields

@@ -1,0 +1,195 @@
+"""What the reinforcement-learning phases minimise, on a tiny model."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import tiny
+
+from tlt_jax.models.declare import flatten
+from tlt_jax.models.heads import ScalarHead
+from tlt_jax.rl.objectives import (
+    PolicyTerms,
+    policy_objective,
+    reward_objective,
+    sequence_log_probs,
+    sequence_rewards,
+    sequence_values,
+)
+
+ROWS, LENGTH, TEMPERATURE = 4, 9, 0.7
+FLOAT = jnp.float32
+MODEL, EXIT = tiny.transformer(scale=2.0), tiny.shallow_exit()
+HEAD = tiny.random_module(lambda d: ScalarHead(tiny.SHAPE, d), 3)
+LENGTHS = np.array([9, 5, 7, 2])
+
+
+@cache
+def tokens() -> jax.Array:
+    drawn = np.random.default_rng(0).integers(0, 50, (ROWS, LENGTH))
+    return jnp.asarray(np.where(np.arange(LENGTH) < LENGTHS[:, None], drawn, 0), jnp.int32)
+
+
+def inside() -> np.ndarray:
+    return (np.arange(LENGTH) < LENGTHS[:, None]).astype(np.int32)
+
+
+@cache
+def log_probs(temperature: float) -> jax.Array:
+    scored = jax.jit(partial(sequence_log_probs, temperature=temperature, dtype=FLOAT))
+    return scored(MODEL, tokens(), jnp.asarray(inside()))
+
+
+@cache
+def reference(temperature: float) -> np.ndarray:
+    """log p(token t | before), [B, T], by the plain forward pass."""
+    log_probs_BTV = jax.nn.log_softmax(jax.jit(tiny.plain_logits)(MODEL, tokens()) / temperature, axis=-1)
+    picked = jnp.take_along_axis(log_probs_BTV[:, :-1], tokens()[:, 1:, None], axis=-1)[..., 0]
+    return np.pad(np.asarray(picked), ((0, 0), (1, 0)))
+
+
+def batch(**more) -> dict[str, jax.Array]:
+    """One microbatch. The first two tokens of each row are its prompt."""
+    weights = inside() * (np.arange(LENGTH) >= 2)
+    advantages = np.random.default_rng(1).normal(size=(ROWS, LENGTH)).astype(np.float32) * weights
+    made = {
+        "tokens": tokens(),
+        "segments": inside(),
+        "weights": weights.astype(np.float32),
+        "advantages": advantages,
+        "old_logp": log_probs(TEMPERATURE) * weights,
+        **more,
+    }
+    return {name: jnp.asarray(value)[None] for name, value in made.items()}
+
+
+TERMS = PolicyTerms(clip_low=0.2, clip_high=0.2, temperature=TEMPERATURE, entropy_coef=0.0, exit_weight=0.0)
+
+
+def value_and_gradient(terms: PolicyTerms, made, params=None):
+    objective = policy_objective(terms, dtype=FLOAT, remat="none")
+
+    def loss(params, made):
+        prepared = objective.prepare(made, jnp.int32(0))
+        return objective.loss(params, {name: value[0] for name, value in prepared.items()})
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params or {"policy": MODEL}, made)
+
+
+@cache
+def plain_result():
+    return value_and_gradient(TERMS, batch())
+
+
+@pytest.mark.parametrize("temperature", [1.0, TEMPERATURE])
+def test_log_probs_divide_the_logits_by_the_temperature(temperature):
+    np.testing.assert_allclose(log_probs(temperature) * inside(), reference(temperature) * inside(), atol=2e-6)
+    np.testing.assert_array_equal(log_probs(temperature)[:, 0], 0.0)
+
+
+def test_at_step_zero_the_ratio_is_one():
+    (_, metrics), _ = plain_result()
+    # Two programs: the same numbers to rounding. Nothing is clipped and the estimate of the KL is 0.
+    assert float(metrics["rl/logp_diff_max"]) < 2e-6
+    assert float(metrics["rl/clip_fraction_low"]) == float(metrics["rl/clip_fraction_high"]) == 0.0
+    assert abs(float(metrics["rl/approx_kl"])) < 1e-6
+
+
+def test_at_step_zero_the_gradient_is_reinforces():
+    (loss, metrics), gradient = plain_result()
+    made = {name: value[0] for name, value in batch().items()}
+    weights = made["weights"] / made["weights"].sum()
+
+    def reinforce(model):
+        logp = sequence_log_probs(model, made["tokens"], made["segments"], temperature=TEMPERATURE, dtype=FLOAT)
+        return -jnp.sum(weights * made["advantages"] * logp)
+
+    expected = flatten(jax.jit(jax.grad(reinforce))(MODEL))
+    for path, found in flatten(gradient["policy"]).items():
+        np.testing.assert_allclose(
+            found, expected[path], atol=1e-5 * float(jnp.abs(expected[path]).max()) + 1e-7, err_msg=path
+        )
+    # With ratio 1 the loss is minus the mean advantage.
+    assert float(loss) == pytest.approx(-float(jnp.sum(weights * made["advantages"])), abs=1e-6)
+    assert float(metrics["rl/policy_loss"]) == float(loss)
+
+
+def test_values_never_see_the_temperature():
+    more = {"old_values": np.zeros((ROWS, LENGTH), np.float32), "returns": np.ones((ROWS, LENGTH), np.float32)}
+    losses = []
+    for temperature in (0.5, 2.0):
+        terms = TERMS._replace(temperature=temperature, value_coef=0.5)
+        (_, metrics), gradient = value_and_gradient(terms, batch(**more), {"policy": MODEL, "value": HEAD})
+        losses.append((metrics["rl/value_loss"], gradient["value"].weight))
+    assert float(losses[0][0]) == float(losses[1][0]) > 0.0
+    np.testing.assert_array_equal(losses[0][1], losses[1][1])
+
+
+def test_kl_and_entropy_enter_with_their_weights():
+    (plain, before), _ = plain_result()
+    ref = np.asarray(log_probs(TEMPERATURE)) - 0.3  # d = 0.3 at every token: k2 = 0.045
+    (total, _), _ = value_and_gradient(TERMS._replace(kl_coef=2.0, entropy_coef=0.5), batch(ref_logp=ref))
+    assert float(total) == pytest.approx(float(plain) + 2.0 * 0.045 - 0.5 * float(before["rl/entropy"]), abs=1e-5)
+
+
+def test_nothing_under_weight_zero_reaches_loss_or_gradient():
+    """What stands on prompts and padding may be anything, NaN and infinities included."""
+    outside = np.asarray(batch()["weights"][0]) == 0
+    rubbish = {name: np.where(outside, np.nan, np.asarray(batch()[name][0])) for name in ("advantages", "old_logp")}
+    (loss, metrics), gradient = value_and_gradient(TERMS, batch(**rubbish))
+    (expected, _), expected_gradient = plain_result()
+    assert float(loss) == float(expected)
+    assert all(np.isfinite(float(value)) for value in metrics.values())
+    for path, found in flatten(gradient["policy"]).items():
+        np.testing.assert_allclose(found, flatten(expected_gradient["policy"])[path], atol=1e-6, err_msg=path)
+
+
+def test_the_drafters_loss_leaves_the_policys_gradient_alone():
+    _, gradient = value_and_gradient(TERMS._replace(exit_weight=10.0), batch(), {"policy": MODEL, "exit": EXIT})
+    _, expected = plain_result()
+    for path, found in flatten(gradient["policy"]).items():
+        np.testing.assert_allclose(found, flatten(expected["policy"])[path], atol=1e-6, err_msg=path)
+    assert float(jnp.abs(gradient["exit"].down).max()) > 1e-4
+
+
+REWARDS = jax.jit(partial(sequence_rewards, dtype=FLOAT))
+
+
+def test_the_reward_is_read_at_the_last_real_token():
+    # By hand: the value that would choose the token after position length - 1.
+    longer = jnp.pad(tokens(), ((0, 0), (0, 1)))
+    values = np.asarray(sequence_values(MODEL, HEAD, longer, jnp.ones_like(longer), dtype=FLOAT))
+    expected = values[np.arange(ROWS), LENGTHS]
+    np.testing.assert_allclose(REWARDS(MODEL, HEAD, tokens(), jnp.asarray(LENGTHS)), expected, atol=1e-5)
+    assert np.ptp(expected) > 0.1
+
+
+@pytest.mark.parametrize("padding", [0, 49])
+def test_padding_does_not_change_the_reward(padding):
+    real = inside() > 0
+    padded = jnp.pad(jnp.where(real, tokens(), padding), ((0, 0), (0, 4)), constant_values=padding)
+    found = REWARDS(MODEL, HEAD, padded, jnp.asarray(LENGTHS))
+    np.testing.assert_allclose(found, REWARDS(MODEL, HEAD, tokens(), jnp.asarray(LENGTHS)), atol=1e-5)
+    alone = REWARDS(MODEL, HEAD, padded[1:2, :5], jnp.asarray([5]))
+    np.testing.assert_allclose(found[1], alone[0], atol=1e-5)
+
+
+def test_the_reward_models_loss_by_hand():
+    objective = reward_objective(dtype=FLOAT, remat="none")
+    made = {
+        "chosen": tokens()[:2],
+        "rejected": tokens()[2:],
+        "chosen_length": LENGTHS[:2],
+        "rejected_length": LENGTHS[2:],
+        "weights": np.array([1.0, 1.0], np.float32),
+    }
+    prepared = objective.prepare({name: jnp.asarray(value)[None] for name, value in made.items()}, jnp.int32(0))
+    loss, metrics = jax.jit(objective.loss)(
+        {"reward_trunk": MODEL, "reward": HEAD}, {name: value[0] for name, value in prepared.items()}
+    )
+    scores = np.asarray(REWARDS(MODEL, HEAD, tokens(), jnp.asarray(LENGTHS)), np.float64)
+    difference = scores[:2] - scores[2:]
+    assert float(loss) == pytest.approx(np.mean(np.log1p(np.exp(-difference))), abs=1e-5)
+    assert float(metrics["train/pair_accuracy"]) == pytest.approx(np.mean(difference > 0), abs=1e-6)

@@ -1,0 +1,218 @@
+"""The main job from outside: what it leaves, killed and resumed, interrupted, refused."""
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from support import program
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A folder in which the tiny config ran to its end without a break."""
+    folder = tmp_path_factory.mktemp("finished")
+    program.run(folder)
+    return folder
+
+
+def test_a_run_leaves_all_that_it_promises(finished):
+    run = finished / "runs/tiny"
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "results.json",
+        "log.txt",
+        "report.html",
+        "report.json",
+        "tokenizer.json",
+        "export/model.safetensors",
+        "export/config.json",
+        "export/tokenizer.json",
+        "export/drafter.safetensors",
+    ):
+        assert (run / name).is_file(), name
+    assert list((run / "tensorboard").glob("events*"))
+    assert not list(run.rglob("*.partial*"))
+    rows = program.rows(finished)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [phase["phase"] for phase in program.results(finished)["phases"]] == [
+        "pretrain",
+        "warmup",
+        "policy",
+        "reward_model",
+        "ppo",
+    ]
+    assert program.results(finished)["finished"]
+
+
+def test_metrics_carry_the_fields_names(finished):
+    rows = program.rows(finished)
+    by_phase = {row["phase"]: row for row in rows}
+    assert {"train/loss", "train/lr", "train/grad_norm", "train/tokens_per_second", "train/exit_loss"} <= by_phase[
+        "pretrain"
+    ].keys()
+    rollout = {
+        "rollout/target_calls_per_token",
+        "rollout/accepted_length",
+        "rollout/acceptance_rate",
+        "rollout/length_mean",
+        "rollout/truncated_fraction",
+        "rollout/loop_fraction",
+        "rollout/logprob_abs_diff_max",
+        "rollout/draft_length",
+    }
+    shared = rollout | {
+        "rl/reward",
+        "rl/kl",
+        "rl/kl_coef",
+        "rl/entropy",
+        "rl/policy_loss",
+        "time/rollout",
+        "time/reward",
+        "time/update",
+        "time/step",
+    }
+    assert (
+        shared | {"rl/reward_quality", "rl/reward_diversity", "rl/reward_speed", "rl/zero_std_groups"}
+        <= by_phase["policy"].keys()
+    )
+    assert shared | {"rl/value_loss", "rl/explained_variance"} <= by_phase["ppo"].keys()
+    assert all(row["rollout/logprob_abs_diff_max"] < 1e-4 for row in rows if "rollout/logprob_abs_diff_max" in row)
+
+
+def test_the_policy_starts_at_its_reference(finished):
+    first = next(row for row in program.rows(finished) if row["phase"] == "policy")
+    assert abs(first["rl/kl"]) < 1e-3
+    assert abs(first["rl/approx_kl"]) < 1e-3
+
+
+def test_a_finished_run_says_so_and_exits_0(finished):
+    before = program.parameters(finished)
+    text = program.run(finished)
+    assert "this run is finished" in text
+    assert program.parameters(finished) == before
+    assert len(program.rows(finished)) == STEPS
+
+
+def test_resume_never_refuses_what_exists(finished):
+    text = program.run(finished, "run.resume=never", code=2)
+    assert "run.resume" in text.splitlines()[-1]
+    assert "Traceback" not in text
+
+
+def test_a_stage_runs_alone_from_an_export_and_from_a_run(finished):
+    for name, source in (("from_export", "runs/tiny/export"), ("from_run", "runs/tiny")):
+        program.run(
+            finished,
+            f"run.name={name}",
+            "stages=[finetune]",
+            f"model.init_from={finished}/{source}",
+            "budget.total=5",
+            "run.trackers=[]",
+            "run.export=false",
+        )
+        assert {row["phase"] for row in program.rows(finished, name)} == {"warmup", "policy"}
+    starts = [
+        program.results(finished, name)["phases"][0]["before"]["eval/loss"] for name in ("from_export", "from_run")
+    ]
+    assert starts[0] == starts[1]
+
+
+def test_killed_at_any_moment_it_ends_with_the_same_parameters(finished, tmp_path):
+    """SIGKILL in data preparation, a training step, a save and a rollout; then the same command to the end."""
+    saving = ["checkpoint.every_steps=1"]
+    steps = tmp_path / "runs/tiny/checkpoints/steps"
+
+    def last_phase() -> str:
+        found = program.rows(tmp_path)
+        return found[-1]["phase"] if found else ""
+
+    moments = {
+        "data preparation": lambda: "training the tokenizer" in (tmp_path / "out.txt").read_text(),
+        "a step": lambda: len(program.rows(tmp_path)) >= 3,
+        "a save": lambda: any("tmp" in p.name for p in steps.glob("*")) and last_phase() == "warmup",
+        "a rollout": lambda: last_phase() == "policy",
+        "a rollout of PPO": lambda: last_phase() == "ppo",
+    }
+    for moment, ready in moments.items():
+        assert program.kill_when(tmp_path, ready, signal.SIGKILL, *saving) == -signal.SIGKILL, moment
+    text = program.run(tmp_path, *saving)
+    assert "going on from checkpoint" in text
+    assert program.parameters(tmp_path) == program.parameters(finished)
+    assert [row["step"] for row in program.rows(tmp_path)] == list(range(1, STEPS + 1))
+    assert not list(steps.glob("*tmp*"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_interrupted_it_saves_and_exits(finished, tmp_path, number, code):
+    assert (
+        program.kill_when(
+            tmp_path,
+            lambda: len(program.rows(tmp_path)) >= 2,
+            number,
+            "stages=[pretrain]",
+            "checkpoint.every_seconds=null",
+        )
+        == code
+    )
+    done = len(program.rows(tmp_path))
+    assert 2 <= done < STEPS
+    text = program.run(tmp_path, "stages=[pretrain]", "checkpoint.every_seconds=null")
+    assert re.search(rf"going on from checkpoint {done}:", text)
+    assert [row["step"] for row in program.rows(tmp_path)] == list(range(1, STEPS + 1))
+
+
+def test_secrets_stay_out_of_the_run_directory(tmp_path):
+    program.run(tmp_path, "data.source.hub_token=hunter2", "stages=[pretrain]", "budget.total=1", "run.export=false")
+    for path in (tmp_path / "runs").rglob("*"):
+        assert path.is_dir() or b"hunter2" not in path.read_bytes(), path
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
+    options = ["stages=[pretrain]", "budget.total=4", "checkpoint.every_steps=2", "run.export=false"]
+    program.run(tmp_path, *options)
+    data = next(
+        p for p in (tmp_path / "runs/tiny/checkpoints/steps/4").rglob("*") if p.is_file() and p.stat().st_size > 1000
+    )
+    whole = bytearray(data.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    data.write_bytes(whole)
+    text = program.run(tmp_path, *options)
+    assert "checkpoint 4 does not verify" in text
+    assert "going on from checkpoint 2" in text
+    assert [row["step"] for row in program.rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_user_errors_exit_2_with_one_message(tmp_path):
+    for override, words in {
+        "run.sede=1": "run.seed",
+        "speculation.drafter=shalow": "shallow",
+        "model.init_from=nowhere": "model.init_from",
+        "data.source={kind: directory, path: nowhere}": "nowhere",
+        "device.mesh.data=3": "device.mesh",
+    }.items():
+        folder = tmp_path / re.sub(r"\W", "_", override)
+        folder.mkdir()
+        text = program.run(folder, override, code=2)
+        assert "Traceback" not in text
+        errors = [line for line in text.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1, text
+        assert words in errors[0]
+
+
+def test_report_verb_writes_the_report_again(finished):
+    import subprocess
+    import sys
+
+    report = finished / "runs/tiny/report.json"
+    before = json.loads(report.read_text())
+    report.unlink()
+    subprocess.run(
+        [sys.executable, "-m", "tlt_jax.main", "report", str(finished / "runs/tiny")], cwd=program.ROOT, check=True
+    )
+    assert json.loads(report.read_text()) == before

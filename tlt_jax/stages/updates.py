@@ -1,0 +1,48 @@
+"""From a rollout to updates of the policy: minibatches, packing, metrics."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from tlt_jax.data import pack_sequences
+from tlt_jax.decode.rollout import Rollout
+from tlt_jax.parallel.sharding import put_batch
+from tlt_jax.stages.loop import Step
+
+
+def rollout_batch(rollout: Rollout, weights_BT: np.ndarray) -> dict[str, np.ndarray]:
+    """What every policy update needs of a rollout, [B, T]."""
+    return {"tokens": rollout.tokens_BT, "weights": weights_BT, "old_logp": rollout.policy_logp_BT}
+
+
+def run_updates(
+    phase: Any, train: Any, batch: dict[str, np.ndarray], lengths: np.ndarray, epochs: int, minibatches: int, step: Step
+) -> tuple[Any, dict[str, float]]:
+    """Updates on shuffled minibatches, `epochs` times over; the mean of their metrics.
+
+    The sequences [B, T] of `lengths` [B] are packed: an update computes little but their tokens.
+
+    Before the first update the policy is the one that sampled: how far its log-probs are from the recorded ones there
+    is `rollout/logprob_abs_diff_max`, the mismatch between decoding and scoring (over the first minibatch).
+    """
+    run, rows = phase.run, len(lengths)
+    parts = run.mesh.shape["data"] * run.mesh.shape["fsdp"]
+    shuffle = np.random.default_rng([run.config.run.seed, step.index, rows])
+    collected = []
+    for _ in range(epochs):
+        for part in np.split(shuffle.permutation(rows), minibatches):
+            packed = pack_sequences({name: array[part] for name, array in batch.items()}, lengths[part], parts)
+            minibatch = put_batch(run.mesh, {name: array[None] for name, array in packed.items()}, leading=1)
+            train, metrics = phase.update(train, minibatch, np.float32(step.progress))
+            collected.append(metrics)
+    fetched = jax.device_get(collected)
+    mean = {name: float(np.mean([m[name] for m in fetched])) for name in fetched[0] if name != "rl/logp_diff_max"}
+    return train, {**mean, "rollout/logprob_abs_diff_max": float(fetched[0]["rl/logp_diff_max"])}
+
+
+def kl_metrics(rollout: Rollout, ref_logp_BT: np.ndarray) -> dict[str, float]:
+    """KL to the reference from the sampled tokens (k1): nats a sequence, and nats a token."""
+    mask = rollout.completion_mask_BT
+    difference = ((rollout.policy_logp_BT - ref_logp_BT) * mask).sum(axis=1)
+    return {"rl/kl": float(difference.mean()), "rl/kl_per_token": float(difference.sum() / max(mask.sum(), 1.0))}
