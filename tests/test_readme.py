@@ -12,7 +12,9 @@ README = (ROOT / "README.md").read_text()
 def test_the_python_example_runs(tmp_path, compilation_cache):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
     assert len(code.splitlines()) <= 30
-    local = f'"run.output_dir={tmp_path}/runs", "data.cache_dir={tmp_path}/data", "device.compilation_cache={compilation_cache}"'
+    folders = {"run.output_dir": "runs", "data.cache_dir": "data"}
+    local = ", ".join(f'"{key}={tmp_path / name}"' for key, name in folders.items())
+    local += f', "device.compilation_cache={compilation_cache}"'
     code = code.replace('["run.name=from_python"]', f'["run.name=from_python", {local}]')
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]

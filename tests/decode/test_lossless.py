@@ -30,7 +30,7 @@ EXIT = tiny.shallow_exit(SHAPE, seed=6, scale=2.0)
 
 
 def sample(drafter: str, draft_length: int, settings: list[Setting], samples: int = SAMPLES):
-    """One run of the engine: `samples` completions of each prompt in each setting, mixed. [(prompt, setting, row)], rollout."""
+    """One run of the engine: `samples` completions of each prompt in each setting, mixed."""
     cells = [(prompt, setting) for prompt in PROMPTS for setting in settings]
     order = np.random.default_rng(0).permutation(np.repeat(np.arange(len(cells)), samples))
     requests = [

@@ -45,7 +45,7 @@ def test_thin_keeps_spikes_and_gaps():
         [1e-5 * i for i in range(60)],
         [math.inf, 1.0, 2.0],
         [-3e8, 4e9],
-    ],  # fmt: skip
+    ],
 )
 def test_svg_is_well_formed_and_takes_its_colours_from_the_page(values):
     svg = curve_svg([Series(range(len(values)), values)], "key", last_step=len(values) - 1, marks=(1.0,))

@@ -14,9 +14,12 @@ from tlt_jax.observe import MetricsLog, build_report, write_json, write_report
 from tlt_jax.observe.figures import show_change, show_count, show_number, show_seconds, show_value
 
 PHASES = (
-    ("pretrain", "pretrain", 60), ("finetune", "warmup", 30), ("finetune", "policy", 40),
-    ("align", "reward_model", 25), ("align", "ppo", 40),
-)  # fmt: skip
+    ("pretrain", "pretrain", 60),
+    ("finetune", "warmup", 30),
+    ("finetune", "policy", 40),
+    ("align", "reward_model", 25),
+    ("align", "ppo", 40),
+)
 HOSTILE = "<script>alert('x')</script>\x1b[2J \u202e & \"quoted\""
 
 
@@ -24,11 +27,21 @@ def row_of(phase: str, index: int, steps: int) -> dict:
     done = index / steps
     if phase in ("policy", "ppo"):
         return {
-            "rl/reward": -0.2 + done, "rl/kl": 2 * done, "rl/kl_coef": 0.1, "rl/entropy": 2 - done,
-            "rl/reward_quality": done, "rl/reward_speed": 0.2, "rl/reward_std": 0.1, "time/rollout": 1.0,
-            "time/update": 0.5, "time/step": 1.5, "rollout/target_calls_per_token": 0.5,
-            "rollout/accepted_length": 1.25, "rollout/loop_fraction": 0.05, "rollout/logprob_abs_diff_max": 3e-5,
-        }  # fmt: skip
+            "rl/reward": -0.2 + done,
+            "rl/kl": 2 * done,
+            "rl/kl_coef": 0.1,
+            "rl/entropy": 2 - done,
+            "rl/reward_quality": done,
+            "rl/reward_speed": 0.2,
+            "rl/reward_std": 0.1,
+            "time/rollout": 1.0,
+            "time/update": 0.5,
+            "time/step": 1.5,
+            "rollout/target_calls_per_token": 0.5,
+            "rollout/accepted_length": 1.25,
+            "rollout/loop_fraction": 0.05,
+            "rollout/logprob_abs_diff_max": 3e-5,
+        }
     row = {"train/loss": 7 - 4 * done, "train/grad_norm": 1.0, "train/lr": 1e-3 * (1 - done), "time/update": 0.1}
     if index == steps // 2:
         row |= {"train/loss": math.nan, "eval/loss": 5.0, "eval/bits_per_byte": 2.0}
@@ -54,9 +67,12 @@ def make_run(folder, phases=PHASES, finished=True, samples=True, rows_of_last=No
             if not cut:
                 results.append(result_of(stage, phase, steps))
     facts = {
-        "device": "cpu <2 cores>", "versions": {"jax": "0.10.2"}, "parameters": 1180032, "data": {"documents": 812},
+        "device": "cpu <2 cores>",
+        "versions": {"jax": "0.10.2"},
+        "parameters": 1180032,
+        "data": {"documents": 812},
         "budget": {"unit": "steps", "total": 195.0},
-    }  # fmt: skip
+    }
     write_json(folder / "results.json", {"facts": facts, "phases": results, "finished": finished})
     return folder
 
@@ -69,16 +85,22 @@ def result_of(stage: str, phase: str, steps: int) -> dict:
     if phase == "reward_model":
         before, after = {}, {"eval/accuracy": 0.75, "eval/length_accuracy": 0.525}
     return {
-        "stage": stage, "phase": phase, "steps": steps, "tokens": 1000 * steps, "seconds": 2.0 * steps,
-        "before": before, "after": after, "note": "n<o>te",
+        "stage": stage,
+        "phase": phase,
+        "steps": steps,
+        "tokens": 1000 * steps,
+        "seconds": 2.0 * steps,
+        "before": before,
+        "after": after,
+        "note": "n<o>te",
         "time": {"rollout": 1.0 * steps, "update": 0.5 * steps, "other": 0.5 * steps},
-    }  # fmt: skip
+    }
 
 
 class Page(HTMLParser):
     """Checks the nesting of a page's elements and collects its tags, its text and what it refers to."""
 
-    void = {"meta", "br", "path", "use", "wbr"}
+    void = frozenset({"meta", "br", "path", "use", "wbr"})
 
     def __init__(self, text: str):
         super().__init__()
@@ -181,8 +203,12 @@ def test_run_that_died_before_any_result(tmp_path):
     (folder / "results.json").unlink()
     (folder / "samples.jsonl").unlink()
     page = page_of(folder)
-    for words in ("results.json is missing", "samples.jsonl is missing", "No completions were kept for: Pretrain",
-                  "Too few rows to draw curves"):  # fmt: skip
+    for words in (
+        "results.json is missing",
+        "samples.jsonl is missing",
+        "No completions were kept for: Pretrain",
+        "Too few rows to draw curves",
+    ):
         assert words in page.text
     assert "Seed" in page.text  # from the config
 

@@ -57,6 +57,7 @@ def batch(**more) -> dict[str, jax.Array]:
     made = {
         "tokens": tokens(),
         "segments": inside(),
+        "positions": np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1)),
         "weights": weights.astype(np.float32),
         "advantages": advantages,
         "old_logp": log_probs(TEMPERATURE) * weights,
@@ -144,6 +145,28 @@ def test_nothing_under_weight_zero_reaches_loss_or_gradient():
     assert all(np.isfinite(float(value)) for value in metrics.values())
     for path, found in flatten(gradient["policy"]).items():
         np.testing.assert_allclose(found, flatten(expected_gradient["policy"])[path], atol=1e-6, err_msg=path)
+
+
+def test_packed_sequences_give_the_loss_and_gradient_of_unpacked_ones():
+    """Rows 1 and 2 (5 and 7 tokens) share a row, and rows 0 and 3 (9 and 2): the same update."""
+    rows = {name: np.asarray(array[0]) for name, array in batch().items()}
+    packed = {name: np.zeros((2, 12), array.dtype) for name, array in rows.items()}
+    for where, parts in enumerate(([1, 2], [0, 3])):
+        start = 0
+        for number, row in enumerate(parts, start=1):
+            place = slice(start, start + LENGTHS[row])
+            for name, array in rows.items():
+                packed[name][where, place] = number if name == "segments" else array[row, : LENGTHS[row]]
+            start += LENGTHS[row]
+    (loss, metrics), gradient = value_and_gradient(
+        TERMS, {name: jnp.asarray(array)[None] for name, array in packed.items()}
+    )
+    (expected, expected_metrics), expected_gradient = plain_result()
+    assert float(loss) == pytest.approx(float(expected), abs=2e-6)
+    assert float(metrics["rl/entropy"]) == pytest.approx(float(expected_metrics["rl/entropy"]), abs=5e-6)
+    for path, found in flatten(gradient["policy"]).items():
+        wanted = np.asarray(flatten(expected_gradient["policy"])[path])
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max() + 1e-7, err_msg=path)
 
 
 def test_the_drafters_loss_leaves_the_policys_gradient_alone():

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors.numpy import load_file
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -67,5 +69,6 @@ def results(folder: Path, name: str = "tiny") -> dict:
 
 
 def parameters(folder: Path, name: str = "tiny") -> dict[str, bytes]:
-    """{file: bytes} of the exported weights, drafter included."""
-    return {p.name: p.read_bytes() for p in sorted((folder / "runs" / name / "export").glob("*.safetensors"))}
+    """{array: bytes} of the exported weights, drafter included."""
+    export = folder / "runs" / name / "export"
+    return {key: array.tobytes() for path in export.glob("*.safetensors") for key, array in load_file(path).items()}

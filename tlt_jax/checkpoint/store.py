@@ -23,14 +23,18 @@ Arrays = dict[str, Any]
 
 
 class Store:
-    """The newest `keep` checkpoints (None: all) in one folder. Use as a context manager: leaving it waits for the last save."""
+    """The newest `keep` checkpoints (None: all) in one folder. Leaving it as a context waits for the last save."""
 
     def __init__(self, folder: Path, keep: int | None):
         self.folder = folder.absolute()
         self._manifests = self.folder / "manifests"
         self._manifests.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True, create=True)
-        self._manager = ocp.CheckpointManager(self.folder / "steps", options=options)
+        handlers: dict[str, Any] = {
+            "arrays": ocp.StandardCheckpointHandler(),
+            "document": ocp.JsonCheckpointHandler(),
+        }
+        self._manager = ocp.CheckpointManager(self.folder / "steps", options=options, item_handlers=handlers)
         self._sealing: threading.Thread | None = None
         self._failure: BaseException | None = None
 

@@ -32,8 +32,10 @@ def print_plan(config: Config) -> None:
     rows = {
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}, mesh "
         + " x ".join(f"{a} {n}" for a, n in zip(MESH_AXES, mesh, strict=True)),
-        "model": f"{parameters(shape):,} parameters: {shape.layers} layers, {shape.width} wide, {shape.heads} heads ({shape.kv_heads} kv), vocabulary {shape.vocab}",
-        "drafter": f"{config.speculation.drafter}, {config.speculation.draft_length} tokens; exit after layer {shape.exit_layer}",
+        "model": f"{parameters(shape):,} parameters: {shape.layers} layers, {shape.width} wide, "
+        f"{shape.heads} heads ({shape.kv_heads} kv), vocabulary {shape.vocab}",
+        "drafter": f"{config.speculation.drafter}, {config.speculation.draft_length} tokens; "
+        f"exit after layer {shape.exit_layer}",
         "memory": memory(config, shape, math.prod(mesh[1:]), compute_dtype(config.device).itemsize),
         "run directory": f"{config.run.output_dir}/{config.run.name}",
     }
@@ -73,17 +75,37 @@ def memory(config: Config, shape: ModelShape, parts: int, itemsize: int) -> str:
 
 
 def _stages(config: Config) -> Table:
-    rows = Table("stage", "share", f"budget ({config.budget.unit})", "an update")
-    tokens = config.data.context_length
+    rows = Table("stage", "phase", f"budget, {config.budget.unit}", "tokens a step", "tokens")
     whole = sum(getattr(config.budget, stage) for stage in config.stages)
-    policy, ppo = config.finetune.policy, config.align.ppo
-    updates = {
-        "pretrain": f"{config.pretrain.batch_size} rows of {tokens} tokens, {config.pretrain.optimizer.name}",
-        "finetune": f"warm-up up to {config.finetune.warmup.share:.0%}; then {policy.prompts} prompts x {policy.group_size} completions",
-        "align": f"reward model {config.align.reward_model.share:.0%}; then {ppo.prompts} completions x {ppo.epochs} epochs",
-    }
     for stage in config.stages:
-        share = getattr(config.budget, stage) / whole
-        amount = share * config.budget.total
-        rows.add_row(stage, f"{share:.0%}", f"{amount:,.0f}", updates[stage])
+        amount = config.budget.total * getattr(config.budget, stage) / whole
+        for phase, share, tokens in _phases(config)[stage]:
+            budget = share * amount
+            total = f"{round(budget) * tokens:,}" if config.budget.unit == "steps" else ""
+            total = f"{budget:,.0f}" if config.budget.unit == "tokens" else total
+            rows.add_row(stage, phase, f"{budget:,.0f}", f"{tokens:,}", total or "as time allows")
     return rows
+
+
+def _phases(config: Config) -> dict[str, list[tuple[str, float, int]]]:
+    """(phase, share of its stage, most tokens a step) by stage."""
+    row, limits = config.data.context_length, config.data.tasks
+    whole = limits.max_prompt_tokens + limits.max_completion_tokens
+    warmup, policy, reward, ppo = (
+        config.finetune.warmup,
+        config.finetune.policy,
+        config.align.reward_model,
+        config.align.ppo,
+    )
+    completions = policy.prompts * policy.group_size
+    return {
+        "pretrain": [("pretrain", 1.0, config.pretrain.batch_size * row)],
+        "finetune": [
+            ("warmup", warmup.share, warmup.batch_size * row),
+            ("policy", 1.0 - warmup.share, completions * limits.max_completion_tokens),
+        ],
+        "align": [
+            ("reward_model", reward.share, 2 * reward.batch_size * whole),
+            ("ppo", 1.0 - reward.share, ppo.prompts * limits.max_completion_tokens),
+        ],
+    }

@@ -18,9 +18,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     config = config_of(arguments)
     check_files(config)
-    print(
-        f"{arguments.config or 'the default config'} is right: {', '.join(config.stages)}; {config.budget.total:g} {config.budget.unit}"
-    )
+    name, budget = arguments.config or "the default config", config.budget
+    print(f"{name} is right: {', '.join(config.stages)}; {budget.total:g} {budget.unit}")
     return DONE
 
 

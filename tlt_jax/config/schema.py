@@ -291,6 +291,9 @@ class PPOConfig(Section):
     kl_target: PositiveFloat = Field(2.0, description="adaptive: KL to hold, nats a sequence")
     kl_horizon: PositiveFloat = Field(2000.0, description="adaptive: sequences over which the coefficient reacts")
     entropy_coef: NonNegativeFloat = Field(0.01, description="weight of the entropy bonus")
+    quality_coef: NonNegativeFloat = Field(
+        1.0, description="weight of the checkable quality (0 to 1) that is added to the reward model's score"
+    )
     truncated_reward: float = Field(
         -2.0, description="reward of a completion that does not end, in standard deviations of the reward model"
     )

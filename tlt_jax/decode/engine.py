@@ -102,7 +102,7 @@ class Engine:
         return self._owner.count(None)
 
     def admit(self, view: DecodeView, requests: Sequence[tuple[int, Request]]) -> None:
-        """Puts (id, request) pairs into free slots. Raises ConfigError for a prompt or limit the pool was not made for."""
+        """Puts (id, request) pairs into free slots. Raises ConfigError for what the pool cannot hold."""
         for _, request in requests:
             self._check(request)
         free = [slot for slot, owner in enumerate(self._owner) if owner is None]

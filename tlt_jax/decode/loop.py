@@ -128,7 +128,7 @@ def prefill(view: DecodeView, slots: Slots, new: Admission) -> Slots:
 def decode_block(
     view: DecodeView, exit: ShallowExit, slots: Slots, eos_E: jax.Array, spec: DraftSpec, verifies: int
 ) -> Slots:
-    """Up to `verifies` rounds of draft and verify, ending early once every slot is done. Nothing from the host inside."""
+    """Up to `verifies` rounds of draft and verify, fewer once every slot is done. Nothing from the host inside."""
 
     def going(carry):
         rounds, slots = carry

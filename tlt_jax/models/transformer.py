@@ -132,7 +132,7 @@ def block(
     cos_sin: tuple[jax.Array, jax.Array],
     attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
 ) -> tuple[jax.Array, Any]:
-    """One layer. `attend(q, k, v)` gives the mixed values [B, S, H, N] and whatever it keeps (a cache), also returned."""
+    """One layer. `attend(q, k, v)` gives the mixed values [B, S, H, N] and what it keeps (a cache), also returned."""
     eps = layer.shape.norm_eps
     with jax.named_scope("attention"):
         y_BSD = rms_norm(x_BSD, layer.attention_norm, eps)

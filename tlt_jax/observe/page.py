@@ -16,13 +16,30 @@ from tlt_jax.observe.style import CSS
 
 # Fixed, so that a kind of time has its colour in every report.
 KIND_COLOURS = {
-    "rollout": 1, "update": 3, "reward": 2, "evaluate": 4, "compile": 6, "checkpoint": 5, "other": 0,
-}  # fmt: skip
+    "rollout": 1,
+    "update": 3,
+    "reward": 2,
+    "evaluate": 4,
+    "compile": 6,
+    "checkpoint": 5,
+    "other": 0,
+}
 FACT_LABELS = {
-    "device": "Device", "device_count": "Devices", "mesh": "Mesh", "parameters": "Parameters", "versions": "Versions",
-    "python": "Python", "started": "Started", "finished": "Finished", "seed": "Seed", "drafter": "Drafter",
-    "draft_length": "Draft length", "evaluation_decoding": "Evaluation", "budget": "Budget", "data": "Data",
-}  # fmt: skip
+    "device": "Device",
+    "device_count": "Devices",
+    "mesh": "Mesh",
+    "parameters": "Parameters",
+    "versions": "Versions",
+    "python": "Python",
+    "started": "Started",
+    "finished": "Finished",
+    "seed": "Seed",
+    "drafter": "Drafter",
+    "draft_length": "Draft length",
+    "evaluation_decoding": "Evaluation",
+    "budget": "Budget",
+    "data": "Data",
+}
 SAMPLES_OPEN = 2  # prompts a phase that are not folded away
 LEGEND_DASHES = ("", "7 3", "2 2", "6 2 2 2", "8 2 2 2 2 2", "4 4")
 # Control characters and those that reorder the text around them, which a page would not show.
@@ -293,7 +310,7 @@ def _all_metrics(phases: list[dict[str, Any]]) -> str:
                     _measured(name, before),
                     _measured(name, after),
                     show_change(name, before.get(name), after.get(name)),
-                ]  # fmt: skip
+                ]
             )
             + "</tr>"
             for name in names

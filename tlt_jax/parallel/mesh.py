@@ -21,14 +21,14 @@ def set_up_devices(config: DeviceConfig) -> None:
     """
     if config.platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
-    if config.cpu_devices != jax.config.read("jax_num_cpu_devices"):
-        try:
-            jax.config.update("jax_num_cpu_devices", config.cpu_devices)
-        except RuntimeError:
-            if jax.default_backend() == "cpu" and jax.device_count() != config.cpu_devices:
-                raise ConfigError(
-                    f"`device.cpu_devices` is {config.cpu_devices}, but JAX already runs with {jax.device_count()} in this process"
-                ) from None
+    try:
+        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+    except RuntimeError:  # JAX runs already: fine, if with as many
+        if jax.default_backend() == "cpu" and jax.device_count() != config.cpu_devices:
+            raise ConfigError(
+                f"`device.cpu_devices` is {config.cpu_devices}; expected {jax.device_count()}, with which JAX already"
+                " runs in this process"
+            ) from None
     if config.compilation_cache:
         folder = Path(config.compilation_cache).expanduser()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

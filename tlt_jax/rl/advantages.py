@@ -30,8 +30,8 @@ def gae(
     """(advantages, returns), each [B, T] and 0 outside the mask.
 
     Generalised advantage estimation (Schulman et al. 2016): delta_t = r_t + gamma V_{t+1} - V_t and
-    A_t = delta_t + gamma lambda A_{t+1}, over the tokens of the mask, which is one contiguous stretch a row. values_t is
-    the value of the state in which token t is chosen; after the last token the value is 0. returns = A + V.
+    A_t = delta_t + gamma lambda A_{t+1}, over the tokens of the mask, one contiguous stretch a row. values_t is the
+    value of the state in which token t is chosen; after the last token the value is 0. returns = A + V.
     """
     advantages_BT = np.zeros_like(rewards_BT, dtype=np.float32)
     running_B = np.zeros(len(rewards_BT), np.float32)

@@ -12,7 +12,7 @@ def clipped_policy_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """-min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), and per-token diagnostics (PPO, Schulman et al. 2017, eq. 7).
 
-    The diagnostics: whether the low or the high clip bites, and approx_kl = r - 1 - log r (an estimate of KL(old || new)).
+    The diagnostics: whether the low or the high clip bites; approx_kl = r - 1 - log r estimates KL(old || new).
     """
     log_ratio = logp - old_logp
     ratio = jnp.exp(log_ratio)
@@ -32,7 +32,7 @@ def clipped_value_loss(values: jax.Array, old_values: jax.Array, returns: jax.Ar
 
 
 def kl_estimate(logp: jax.Array, ref_logp: jax.Array, estimator: str) -> jax.Array:
-    """Per-token estimates of KL(policy || reference) from sampled tokens (Schulman 2020, "Approximating KL divergence").
+    """Per-token estimates of KL(policy || reference) from sampled tokens (after Schulman's note of 2020)
 
     With d = logp - ref_logp: k1 = d, unbiased. k2 = d^2 / 2, biased as a value, but its gradient is that of the KL when
     the tokens are the policy's own. k3 = exp(-d) - 1 + d, unbiased and never negative; its gradient is that of the KL

@@ -26,7 +26,7 @@ class Completion:
 
 
 def python_body(prompt: str, completion: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The function that prompt (signature and docstring) and completion make, or None if they do not parse as just that."""
+    """The function that prompt (signature and docstring) and completion make; None if they do not parse as one."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -12,6 +12,7 @@ from tlt_jax.models.declare import initialise
 from tlt_jax.rl.advantages import gae, token_weights, whiten
 from tlt_jax.rl.kl import next_kl_coef
 from tlt_jax.rl.objectives import PolicyTerms, policy_objective, sequence_log_probs, sequence_rewards, sequence_values
+from tlt_jax.rl.rewards import quality
 from tlt_jax.stages.evaluate import evaluate_completions
 from tlt_jax.stages.loop import Phase, PhaseState, Step, models_of, run_phase
 from tlt_jax.stages.models import Models, by_role, policy_roles, scalar_head, untrained
@@ -86,7 +87,9 @@ class PPO(Phase):
                     "length": rollout.length_B,
                 },
             )
-            scores = (judged["score"] - state.host["score_mean"]) / state.host["score_std"]
+            model_scores = (judged["score"] - state.host["score_mean"]) / state.host["score_std"]
+            qualities = quality(self.sampler.completions(rollout), self.sampler.engine.draft_length)
+            scores = model_scores + config.quality_coef * qualities
             scores = np.where(rollout.ended_B, scores, config.truncated_reward).astype(np.float32)
             coef, mask = state.host["kl_coef"], rollout.completion_mask_BT
             rewards_BT = -coef * (rollout.policy_logp_BT - judged["ref_logp"]) * mask
@@ -108,6 +111,8 @@ class PPO(Phase):
         inside = mask > 0
         metrics |= {
             "rl/reward": float(scores.mean()),
+            "rl/reward_model": float(model_scores.mean()),
+            "rl/reward_quality": float(qualities.mean()),
             "rl/reward_std": float(scores.std()),
             "rl/kl_coef": coef,
             "rl/advantage_mean": float(advantages[inside].mean()),
@@ -142,8 +147,7 @@ def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
     return float(1.0 - (returns - values).var() / variance) if variance > 1e-12 else 0.0
 
 
-def run_align(run: Run, models: Models) -> Models:
+def run_align(run: Run, models: Models, sampler: Sampler) -> Models:
     """Runs the stage; the models after it."""
-    sampler = Sampler(run, models.policy.shape)
     reward = run_phase(run, RewardModel(run, models, sampler))
     return models_of(run_phase(run, PPO(run, models_of(reward), sampler, reward)))

@@ -3,7 +3,7 @@
 import math
 import time
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,11 +12,19 @@ from tlt_jax.config import ConfigError
 from tlt_jax.data import PackedRows, held_out_batches
 from tlt_jax.models.transformer import hidden_states, logits
 from tlt_jax.parallel.sharding import put_batch
-from tlt_jax.rl.rewards import is_valid
+from tlt_jax.rl.rewards import Completion, is_valid
 from tlt_jax.stages.models import Models
 from tlt_jax.stages.rollouts import Sampler, real_sequences, request_seeds
 from tlt_jax.stages.run import Run
 from tlt_jax.train.losses import cross_entropy, weighted_sum
+
+
+class Evaluation(NamedTuple):
+    """What was found of a policy's completions."""
+
+    metrics: dict[str, float]
+    completions: list[Completion]
+    valid: np.ndarray
 
 
 class HeldOutLoss:
@@ -61,6 +69,14 @@ def evaluate_completions(
         raise ConfigError(f"stage {stage!r}: the held-out data has no tasks; expected some within `data.tasks`' limits")
     count = min(run.config.evaluation.prompts, len(tasks))
     indices = np.random.default_rng(run.config.run.seed).permutation(len(tasks))[:count]
+    # One phase ends with the policy that the next begins with: what was found then holds.
+    found = sampler.remembered(models, lambda: _complete(run, sampler, models, indices))
+    _write_samples(run, stage, phase, when, indices, found.completions, found.valid)
+    return found.metrics
+
+
+def _complete(run: Run, sampler: Sampler, models: Models, indices: np.ndarray) -> Evaluation:
+    tasks, count = run.corpus.held_out_tasks, len(indices)
     start = time.monotonic()
     rollout = sampler.rollout(
         models, [tasks.prompts[i] for i in indices], request_seeds(run.config.run.seed, "evaluate", 0, count)
@@ -68,13 +84,12 @@ def evaluate_completions(
     metrics = sampler.metrics(rollout, time.monotonic() - start)
     completions = sampler.completions(rollout)
     valid = np.array([is_valid(c.prompt, c.text, c.ended) for c in completions])
-    _write_samples(run, stage, phase, when, indices, completions, valid)
-    return {
+    judged = {
         "eval/valid_fraction": float(valid.mean()),
         "eval/distinct_fraction": len({c.tokens.tobytes() for c in completions}) / count,
         "eval/body_nats_per_token": _real_nats(run, sampler, models, indices),
-        **metrics,
     }
+    return Evaluation(judged | metrics, completions, valid)
 
 
 def _real_nats(run: Run, sampler: Sampler, models: Models, indices: np.ndarray) -> float:

@@ -173,8 +173,7 @@ def _packed(tasks: Tasks, context: int, which: str) -> PackedRows:
     return pack_examples(examples, context)
 
 
-def run_finetune(run: Run, models: Models) -> Models:
+def run_finetune(run: Run, models: Models, sampler: Sampler) -> Models:
     """Runs the stage; the models after it."""
-    sampler = Sampler(run, models.policy.shape)
     models = models_of(run_phase(run, Warmup(run, models, sampler)))
     return models_of(run_phase(run, GroupPolicy(run, models, sampler)))

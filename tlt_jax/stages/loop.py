@@ -188,19 +188,16 @@ class _PhaseRun:
         )
 
     def _save(self) -> None:
-        """Saves a checkpoint under the number of the run's step. A phase that took no step has nothing to add to the
-        one before it: a run that goes on from there repeats this phase at once."""
+        """Saves a checkpoint. They are numbered one by one: a step may be saved before and after its phase's end."""
         run = self.run
         self._flush()
         with run.timed("checkpoint"):
             self._clock()
             self._account()
-            run.write_results()
-            if self.spent.steps == 0:
-                return
             document = {
                 "stage": self.phase.stage,
                 "phase": self.phase.name,
+                "step": run.step,
                 "spent": self.spent.to_dict(),
                 "done": self.done,
                 "times": run.times,
@@ -208,7 +205,9 @@ class _PhaseRun:
                 "results": run.results,
                 "seconds": run.seconds,
             }
-            run.store.save(run.step, flatten(self.state.arrays), document)
+            run.checkpoint = (run.checkpoint or 0) + 1
+            run.store.save(run.checkpoint, flatten(self.state.arrays), document)
+            run.write_results()
         self.last_save = time.monotonic()
 
     def _account(self) -> None:
@@ -226,8 +225,8 @@ class _PhaseRun:
 
     def _restored(self, document: dict[str, Any]) -> PhaseState:
         fresh = self.phase.init()
-        assert self.run.restored_step is not None
-        arrays = self.run.store.restore(self.run.restored_step, flatten(fresh.arrays))
+        assert self.run.checkpoint is not None
+        arrays = self.run.store.restore(self.run.checkpoint, flatten(fresh.arrays))
         return PhaseState(unflatten(fresh.arrays, arrays), document["host"])
 
 

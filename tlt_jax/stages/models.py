@@ -130,7 +130,8 @@ def _source(config: ModelConfig) -> Path | None:
     if (path / "config.json").is_file() or (path / "config.yaml").is_file():
         return path
     raise ConfigError(
-        f"`model.init_from` is {config.init_from!r}; expected a Hugging Face directory (config.json) or a run directory (config.yaml)"
+        f"`model.init_from` is {config.init_from!r}; expected a Hugging Face directory (config.json) or a run directory"
+        " (config.yaml)"
     )
 
 

@@ -18,12 +18,13 @@ from tlt_jax.stages.finetune import run_finetune
 from tlt_jax.stages.loop import is_past
 from tlt_jax.stages.models import Models, host_copy, initial_models, saved_models
 from tlt_jax.stages.pretrain import run_pretrain
+from tlt_jax.stages.rollouts import Sampler
 from tlt_jax.stages.run import Run, last_phase, open_run
 from tlt_jax.text import load_tokenizer
 
 log = logging.getLogger("tlt_jax")
 
-STAGES: dict[str, Callable[[Run, Models], Models]] = {
+STAGES: dict[str, Callable[[Run, Models, Sampler], Models]] = {
     "pretrain": run_pretrain,
     "finetune": run_finetune,
     "align": run_align,
@@ -90,8 +91,6 @@ def _run_one(config: Config, stage: str, models: Models | None) -> StageResult:
     if stage not in config.stages:
         raise ConfigError(f"`stages` is {config.stages}; expected {stage!r} among them")
     with open_run(config) as run:
-        if is_past(run, *last_phase(stage)):
-            raise ConfigError(f"the run in {str(run.folder)!r} is already past {stage!r}; expected a new run.name")
         try:
             models = _run_stages(run, [stage], models)
         finally:
@@ -100,15 +99,35 @@ def _run_one(config: Config, stage: str, models: Models | None) -> StageResult:
 
 
 def _run_stages(run: Run, stages: Sequence[str], models: Models | None) -> Models:
-    models = models or initial_models(run.config, run.corpus.tokenizer.vocab_size, run.mesh)
+    models = models or _first_models(run, stages)
     run.facts["parameters"] = sum(array.size for array in host_copy(models.policy).values())
     run.write_results()
+    sampler = Sampler(run, models.policy.shape)
     for stage in stages:
         # A stage that is past gives its successor the shapes alone: what it restores from was saved later.
         if is_past(run, *last_phase(stage)):
             continue
-        models = STAGES[stage](run, models)
+        models = STAGES[stage](run, models, sampler)
     return models
+
+
+def _first_models(run: Run, stages: Sequence[str]) -> Models:
+    """What the first of `stages` starts from: the models of an earlier stage that this run directory holds, else those
+    that the config names. Where the run goes on within `stages`, they are restored later, and these lend their shapes.
+
+    Raises ConfigError where the run directory stands elsewhere.
+    """
+    document = run.document
+    if document is None or document["stage"] in stages:
+        return initial_models(run.config, run.corpus.tokenizer.vocab_size, run.mesh)
+    if is_past(run, *last_phase(stages[-1])):
+        raise ConfigError(f"the run in {str(run.folder)!r} is already past {stages[-1]!r}; expected a new run.name")
+    if not document["done"] or (document["stage"], document["phase"]) != last_phase(document["stage"]):
+        raise ConfigError(
+            f"the run in {str(run.folder)!r} stands in the middle of {document['stage']!r};"
+            f" expected that stage in `stages` ({list(stages)}), or a new run.name"
+        )
+    return saved_models(run.config, run.folder, run.mesh)
 
 
 def _finish(run: Run, models: Models) -> None:

@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 
 from tlt_jax.data import make_loader
-from tlt_jax.stages.evaluate import HeldOutLoss, bits_per_byte
+from tlt_jax.stages.evaluate import HeldOutLoss, bits_per_byte, evaluate_completions
 from tlt_jax.stages.loop import Phase, PhaseState, Step, models_of, next_batch, run_phase
 from tlt_jax.stages.models import Models, by_role, policy_roles, untrained
+from tlt_jax.stages.rollouts import Sampler
 from tlt_jax.stages.run import Run
 from tlt_jax.train.losses import next_token_objective
 from tlt_jax.train.state import new_state
@@ -17,9 +18,9 @@ from tlt_jax.train.step import make_update
 class Pretrain(Phase):
     stage = name = "pretrain"
 
-    def __init__(self, run: Run, models: Models):
+    def __init__(self, run: Run, models: Models, sampler: Sampler):
         config = run.config.pretrain
-        self.run, self.models, self.eval_every = run, models, config.eval_every
+        self.run, self.models, self.sampler, self.eval_every = run, models, sampler, config.eval_every
         self.roles = policy_roles(
             models.policy.shape, config.optimizer, run.config.speculation.optimizer, config.exit_weight
         )
@@ -44,9 +45,12 @@ class Pretrain(Phase):
 
     def evaluate(self, state: PhaseState, when: str) -> tuple[PhaseState, dict[str, float]]:
         loss = self.held_out(state.arrays["train"].params["policy"])
-        return state, {"eval/loss": loss, "eval/bits_per_byte": bits_per_byte(self.run, loss)}
+        metrics = {"eval/loss": loss, "eval/bits_per_byte": bits_per_byte(self.run, loss)}
+        if when != "during" and len(self.run.corpus.held_out_tasks):
+            metrics |= evaluate_completions(self.run, self.sampler, models_of(state), self.stage, self.name, when)
+        return state, metrics
 
 
-def run_pretrain(run: Run, models: Models) -> Models:
+def run_pretrain(run: Run, models: Models, sampler: Sampler) -> Models:
     """Runs the stage; the models after it."""
-    return models_of(run_phase(run, Pretrain(run, models)))
+    return models_of(run_phase(run, Pretrain(run, models, sampler)))

@@ -67,7 +67,7 @@ class RewardModel(Phase):
         return PhaseState({**state.arrays, "train": train}, state.host), metrics, int(tokens)
 
     def evaluate(self, state: PhaseState, when: str) -> tuple[PhaseState, dict[str, float]]:
-        """Held-out accuracy and AUC, beside what length alone achieves in the direction that the training pairs teach."""
+        """Held-out accuracy and AUC, beside what length alone achieves, in the direction the training pairs teach."""
         train, held_out = (_real(jax.device_get(state.arrays["pairs"][which])) for which in ("train", "held_out"))
         chosen, rejected = (self._scores(state, held_out, side) for side in ("chosen", "rejected"))
         longer_is_real = 2 * share_won(train["chosen_length"], train["rejected_length"]) >= 1
@@ -123,19 +123,19 @@ class RewardModel(Phase):
             copied = np.all(real == rollout.tokens_BT, axis=1)
             for row in np.flatnonzero(rollout.ended_B & near & ~copied):
                 kind = "equal" if own[row] == ours[row] else "longer" if ours[row] > own[row] else "shorter"
-                found[kind].append((real[row], length[row], rollout.tokens_BT[row], rollout.length_B[row]))
+                found[kind].append((real[row], int(length[row]), rollout.tokens_BT[row], int(rollout.length_B[row])))
         both = min(len(found["longer"]), len(found["shorter"]))
         kept = (found["equal"] + found["longer"][:both] + found["shorter"][:both])[:wanted]
         if not kept:
             raise ConfigError(
-                f"stage 'align': no {what} within `align.reward_model.length_tolerance` ({self.config.length_tolerance});"
-                " the policy's completions do not end, or tasks are too few"
+                f"`align.reward_model.length_tolerance` is {self.config.length_tolerance}, within which no {what} were"
+                " found: the policy's completions do not end, or tasks are too few"
             )
         pairs = self._no_pairs(wanted)
-        for row, (chosen, chosen_length, rejected, rejected_length) in enumerate(kept):
-            pairs["chosen"][row], pairs["chosen_length"][row] = chosen, chosen_length
-            pairs["rejected"][row], pairs["rejected_length"][row] = rejected, rejected_length
-            pairs["weights"][row] = 1.0
+        for i, (chosen, chosen_length, rejected, rejected_length) in enumerate(kept):
+            pairs["chosen"][i], pairs["chosen_length"][i] = chosen, chosen_length
+            pairs["rejected"][i], pairs["rejected_length"][i] = rejected, rejected_length
+            pairs["weights"][i] = 1.0
         return pairs
 
 

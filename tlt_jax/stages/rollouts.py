@@ -1,11 +1,13 @@
 """Rollouts for the stages: one engine for a whole run, seeded requests, and texts for the rewards."""
 
+import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax.data import Tasks
@@ -17,6 +19,10 @@ from tlt_jax.rl.objectives import sequence_log_probs
 from tlt_jax.rl.rewards import Completion
 from tlt_jax.stages.models import Models
 from tlt_jax.stages.run import Run
+
+Found = TypeVar("Found")
+
+log = logging.getLogger("tlt_jax")
 
 
 class Sampler:
@@ -32,6 +38,10 @@ class Sampler:
         draft = DraftSpec(
             speculation.drafter, speculation.draft_length, filtered, speculation.ngram_min, speculation.ngram_max
         )
+        if filtered and set(config.stages) - {"pretrain"}:
+            log.info(
+                "top_k or top_p cuts the rollouts' distribution, the policy's ratio does not: its gradient is biased"
+            )
         self.run = run
         self.engine = Engine(
             shape,
@@ -44,7 +54,16 @@ class Sampler:
             dtype=run.dtype,
             block_verifies=speculation.block_verifies,
         )
+        self._last: Any = None
+        self._fingerprint = jax.jit(lambda tree: [jnp.sum(jnp.abs(a)) for a in jax.tree.leaves(tree)])
         self._log_probs = jax.jit(partial(sequence_log_probs, temperature=sampling.temperature, dtype=run.dtype))
+
+    def remembered(self, models: Models, find: Callable[[], Found]) -> Found:
+        """What `find` gives for these models, or gave the last time if it was for the same parameters."""
+        print_of = jax.device_get(self._fingerprint((models.policy, models.exit)))
+        if self._last is None or self._last[0] != print_of:
+            self._last = (print_of, find())
+        return self._last[1]
 
     def rollout(self, models: Models, prompts: Sequence[np.ndarray], seeds: Sequence[int]) -> Rollout:
         """One completion a prompt."""
@@ -87,7 +106,7 @@ class Sampler:
 
 
 def by_batches(mesh: jax.sharding.Mesh, size: int, function: Any, batch: dict[str, np.ndarray]) -> Any:
-    """Applies `function` to batches of `size` rows (the last filled up with zeros) and joins the results on the host."""
+    """Applies `function` to batches of `size` rows, the last filled up with zeros; joins the results on the host."""
     rows = len(next(iter(batch.values())))
     parts = []
     with jax.set_mesh(mesh):
@@ -110,7 +129,9 @@ def request_seeds(seed: int, what: str, step: int, count: int) -> list[int]:
     return [(int(high) << 32) | int(low) for high, low in words.reshape(-1, 2)]
 
 
-def real_sequences(tasks: Tasks, indices: Sequence[int] | np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def real_sequences(
+    tasks: Tasks, indices: Sequence[int] | np.ndarray, length: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tokens [B, length], prompt lengths, lengths) of prompts with their real completions."""
     tokens = np.zeros((len(indices), length), np.int32)
     prompt_length, lengths = np.zeros(len(indices), np.int32), np.zeros(len(indices), np.int32)

@@ -59,17 +59,17 @@ class Interrupted(Exception):
 class Run:
     """What every phase shares. Made by `open_run`.
 
-    `document` is the JSON part of the checkpoint that the run goes on from, or None. `results` are the phases' records
-    so far, `step` the number of steps of the whole run.
+    `checkpoint` is the number of the newest checkpoint; `document` the JSON part of the one that the run goes on from,
+    or None. `results` are the phases' records so far, `step` the number of steps of the whole run.
     """
 
     def __init__(self, config: Config, folder: Path, corpus: Corpus, store: Store, progress: Progress):
         self.config, self.folder, self.corpus, self.store, self.progress = config, folder, corpus, store, progress
         self.mesh = make_mesh(config.device.mesh)
         self.dtype = compute_dtype(config.device)
-        self.restored_step = store.newest()
-        self.document = None if self.restored_step is None else store.document(self.restored_step)
-        self.step: int = self.restored_step or 0
+        self.checkpoint = store.newest()
+        self.document = None if self.checkpoint is None else store.document(self.checkpoint)
+        self.step: int = self.document["step"] if self.document else 0
         self.results: list[dict[str, Any]] = self.document["results"] if self.document else []
         self.facts: dict[str, Any] = {}
         self.metrics = MetricsLog(folder / "metrics.jsonl")
@@ -250,12 +250,16 @@ def _announce(run: Run) -> None:
         data["held_out_tasks"],
         ", from the cache" if data["cached"] else "",
     )
+    for name in ("duplicates", "skipped", "dropped_long_prompts", "dropped_long_completions"):
+        if data.get(name):
+            log.info("left out: %d %s", data[name], name.removeprefix("dropped_").replace("_", " "))
     if run.document:
         where = run.document
         log.info(
-            "going on from checkpoint %d: %s %s, step %d of the phase",
-            run.step,
+            "going on from checkpoint %d: %s %s, step %d of the phase, %d of the run",
+            run.checkpoint,
             where["stage"],
             where["phase"],
             where["spent"]["steps"],
+            run.step,
         )

@@ -25,7 +25,7 @@ def weighted_sum(values: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def next_token_objective(*, dtype: jnp.dtype, remat: str, exit_weight: float, exit_stride: int) -> Objective:
-    """Cross-entropy at the last layer plus `exit_weight` times that at the early exit (LayerSkip, Elhoushi et al. 2024).
+    """Cross-entropy at the last layer plus `exit_weight` times that at the exit (LayerSkip, Elhoushi et al. 2024).
 
     Batch: tokens, targets, segments, positions (int32) and weights (0 or 1), each [A, B, S]. The exit looks at every
     `exit_stride`-th position, from an offset that moves with the step. Roles: policy, and exit where its weight is

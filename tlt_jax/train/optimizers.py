@@ -21,7 +21,7 @@ def make_optimizer(config: OptimizerConfig, specs: Specs) -> optax.GradientTrans
 
 
 def learning_rate(config: OptimizerConfig, progress: jax.Array | float) -> jax.Array:
-    """The rate at `progress` in [0, 1]: linear warm-up over `warmup_fraction`, then the named decay to `final_fraction`."""
+    """The rate at `progress` in [0, 1]: linear warm-up over `warmup_fraction`, then the decay to `final_fraction`."""
     peak, end, warmup = config.learning_rate, config.learning_rate * config.final_fraction, config.warmup_fraction
     rest = max(1.0 - warmup, 1e-6)
     if config.decay == "cosine":

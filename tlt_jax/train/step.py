@@ -39,7 +39,7 @@ def normalised(weights: jax.Array) -> jax.Array:
 def make_update(
     objective: Objective, roles: dict[str, Role], mesh: Mesh
 ) -> Callable[[TrainState, Batch, Any], tuple[TrainState, Metrics]]:
-    """update(state, batch, progress) -> (state, metrics). Batch arrays are [A, b, ...]; progress in [0, 1] sets the rates.
+    """update(state, batch, progress) -> (state, metrics). Arrays are [A, b, ...]; progress in [0, 1] sets the rates.
 
     The state is donated: use the one that comes back. Metrics are device scalars; `train/grad_norm` (before clipping)
     and `train/lr` are the policy's, or the first role's where there is none.

@@ -1,0 +1,186 @@
+"""The drafters side by side on a trained model: the same output, for how many target calls, at what speed.
+
+    python benchmarks/drafters.py --run runs/quickstart [--prompts N] [--repeats N] [--quick] [--json FILE]
+
+Takes a run directory's exported model and held-out prompts. At temperature 0 every drafter must give the tokens of
+plain decoding, or part from them only where the two best logits lie within 1e-4. At temperature 1 the mean reward (quality)
+and length must agree within their error. Runs of the drafters are interleaved; medians are printed.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tlt_jax.config import Config, load_config
+from tlt_jax.data import prepare
+from tlt_jax.decode.engine import Engine, Request
+from tlt_jax.decode.propose import DRAFTERS, DraftSpec
+from tlt_jax.decode.rollout import Rollout, rollout_metrics
+from tlt_jax.models.transformer import hidden_states, logits
+from tlt_jax.parallel.mesh import compute_dtype, make_mesh, set_up_devices
+from tlt_jax.rl.rewards import Completion, is_valid
+from tlt_jax.stages.models import Models, initial_models
+
+CLOSE = 1e-4  # two logits nearer than this may change places with the order of a sum
+
+
+def main() -> None:
+    options = _options()
+    run = Path(options.run)
+    config = load_config(run / "config.yaml", [f"model.init_from={run}/export"])
+    set_up_devices(config.device)
+    corpus = prepare(config.data, config.run.seed, str(run / "tokenizer.json"), lambda label, fraction: None)
+    models = initial_models(config, corpus.tokenizer.vocab_size, make_mesh(config.device.mesh))
+    prompts = corpus.held_out_tasks.prompts[: 32 if options.quick else options.prompts]
+    engines = {drafter: _engine(config, models, drafter, corpus.tokenizer.eos_id) for drafter in DRAFTERS}
+    values: dict[str, dict] = {}
+    for temperature in (0.0, 1.0):
+        rollouts, seconds = _interleaved(
+            engines, models, prompts, temperature, config, 1 if options.quick else options.repeats
+        )
+        for drafter, rollout in rollouts.items():
+            row = rollout_metrics(rollout, engines[drafter].draft_length)
+            speeds = [rollout.completion_length_B.sum() / s for s in seconds[drafter]]
+            row |= {"tokens_per_second": statistics.median(speeds), **_judged(rollout, corpus.tokenizer.decode)}
+            if temperature == 0.0:
+                row |= _same_tokens(models, rollouts["off"], rollout)
+            values[f"{drafter} at temperature {temperature:g}"] = row
+    _print(values)
+    plain = {name: values[f"off at {name.split(' at ')[1]}"]["tokens_per_second"] for name in values}
+    ratios = {name: row["tokens_per_second"] / plain[name] for name, row in values.items()}
+    versions = {name: version(name) for name in ("jax", "jaxlib", "flax", "numpy")}
+    machine = f"{jax.device_count()} x {jax.devices()[0].device_kind}, {platform.machine()}, Python {platform.python_version()}"
+    text = json.dumps(
+        {"benchmark": "drafters", "machine": machine, "versions": versions, "values": values, "ratios": ratios}
+    )
+    if options.json:
+        Path(options.json).write_text(text + "\n")
+    print(text)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", required=True, help="a finished run directory")
+    parser.add_argument("--prompts", type=int, default=512, help="held-out prompts, as far as there are")
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved rounds at each temperature")
+    parser.add_argument("--quick", action="store_true", help="32 prompts, one round")
+    parser.add_argument("--json", metavar="FILE", help="write the last line there too")
+    return parser.parse_args()
+
+
+def _engine(config: Config, models: Models, drafter: str, eos: int) -> Engine:
+    tasks, speculation = config.data.tasks, config.speculation
+    draft = DraftSpec(drafter, speculation.draft_length, False, speculation.ngram_min, speculation.ngram_max)
+    return Engine(
+        models.policy.shape,
+        make_mesh(config.device.mesh),
+        slots=speculation.slots,
+        max_prompt=tasks.max_prompt_tokens,
+        max_new=tasks.max_completion_tokens,
+        eos=[eos],
+        draft=draft,
+        dtype=compute_dtype(config.device),
+        block_verifies=speculation.block_verifies,
+    )
+
+
+def _interleaved(
+    engines: dict[str, Engine],
+    models: Models,
+    prompts: list[np.ndarray],
+    temperature: float,
+    config: Config,
+    repeats: int,
+) -> tuple[dict[str, Rollout], dict[str, list[float]]]:
+    """The rollouts of all rounds together (each round has seeds of its own; one round at temperature 0), and the
+    seconds of each round after a first that compiles."""
+    found: dict[str, list[Rollout]] = {drafter: [] for drafter in engines}
+    seconds: dict[str, list[float]] = {drafter: [] for drafter in engines}
+    for repeat in range(repeats + 1):
+        for drafter, engine in engines.items():
+            requests = [
+                Request(prompt, config.data.tasks.max_completion_tokens, 1_000_000 * repeat + i, temperature)
+                for i, prompt in enumerate(prompts)
+            ]
+            view = engine.view(models.policy)
+            start = time.perf_counter()
+            rollout = engine.run(view, models.exit, requests)
+            if repeat:
+                seconds[drafter].append(time.perf_counter() - start)
+                found[drafter].append(rollout)
+    return {
+        drafter: found[drafter][-1] if temperature == 0 else _joined(found[drafter]) for drafter in engines
+    }, seconds
+
+
+def _joined(rollouts: list[Rollout]) -> Rollout:
+    return Rollout(
+        **{name: np.concatenate([getattr(r, name) for r in rollouts]) for name in Rollout.__dataclass_fields__}
+    )
+
+
+def _judged(rollout: Rollout, decode) -> dict[str, float]:
+    """Mean reward (share of valid completions) and length, each with its standard error."""
+    completions = [
+        Completion(decode(row[:start]), decode(tokens), tokens, bool(ended), 0, 1)
+        for row, start, tokens, ended in zip(
+            rollout.tokens_BT, rollout.prompt_length_B, rollout.completions(), rollout.ended_B, strict=True
+        )
+    ]
+    valid = np.array([is_valid(c.prompt, c.text, c.ended) for c in completions], float)
+    length = rollout.completion_length_B.astype(float)
+    root = len(valid) ** 0.5
+    return {
+        "reward": valid.mean(),
+        "reward_error": valid.std() / root,
+        "length": length.mean(),
+        "length_error": length.std() / root,
+    }
+
+
+def _same_tokens(models: Models, plain: Rollout, other: Rollout) -> dict[str, float]:
+    """How many sequences part from plain decoding's, and how far apart the two best logits lie where they do."""
+    differs = np.any(plain.tokens_BT != other.tokens_BT, axis=1)
+    gaps = []
+    for row in np.flatnonzero(differs):
+        at = int(np.argmax(plain.tokens_BT[row] != other.tokens_BT[row]))
+        tokens = jnp.asarray(plain.tokens_BT[row : row + 1])
+        positions = jnp.arange(tokens.shape[1])[None]
+        x = hidden_states(models.policy, tokens, jnp.ones_like(tokens), positions, dtype=jnp.float32)[1]
+        best = np.sort(np.asarray(logits(models.policy, x))[0, at - 1])[-2:]
+        gaps.append(float(best[1] - best[0]))
+    return {
+        "divergences": int(differs.sum()),
+        "sequences": len(differs),
+        "largest_gap_at_divergence": max(gaps, default=0.0),
+        "same_tokens": all(gap <= CLOSE for gap in gaps),
+    }
+
+
+def _print(values: dict[str, dict]) -> None:
+    print(
+        f"{'':28}{'calls/token':>12}{'accepted':>10}{'tokens/s':>10}{'reward':>16}{'length':>16}{'loops':>8}  same tokens as off"
+    )
+    for name, row in values.items():
+        same = (
+            f"{row['divergences']} of {row['sequences']} part, gap {row['largest_gap_at_divergence']:.1e}"
+            if "divergences" in row
+            else ""
+        )
+        print(
+            f"{name:28}{row['rollout/target_calls_per_token']:12.3f}{row['rollout/accepted_length']:10.2f}{row['tokens_per_second']:10.0f}"
+            f"{row['reward']:9.3f} ±{row['reward_error']:.3f}{row['length']:10.2f} ±{row['length_error']:.2f}"
+            f"{row['rollout/loop_fraction']:8.1%}  {same}"
+        )
+
+
+if __name__ == "__main__":
+    main()

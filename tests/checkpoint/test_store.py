@@ -1,0 +1,232 @@
+"""The store: what is restored is what was saved, or an error, or an older one; never something damaged."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from support import tiny
+
+from tlt_jax.checkpoint.store import Store
+from tlt_jax.config import ConfigError
+
+DOCUMENT = {"stage": "align", "spent": {"steps": 3, "seconds": 1.25}, "results": [None, True, "größe"], "host": {}}
+
+
+def arrays(seed: int = 0) -> dict[str, jax.Array]:
+    """Every type that a state holds, with the numbers that a careless format loses."""
+    rng = np.random.default_rng(seed)
+    mesh = tiny.mesh()
+    special = np.array([np.nan, np.inf, -np.inf, -0.0, 1e-45, 3.4e38], np.float32)
+    made = {
+        "train/params/policy/layers/attention/query": (
+            rng.normal(size=(3, 16, 4, 4)).astype(np.float32),
+            P(None, "fsdp", "tensor", None),
+        ),
+        "train/opt/policy/0/mu": (jnp.asarray(rng.normal(size=(5, 2)), jnp.bfloat16), P()),
+        "special": (special, P()),
+        "train/step": (np.int32(seed + 7), P()),
+        "keys": (rng.integers(0, 2**32, 4, np.uint32), P()),
+    }
+    return {path: jax.device_put(array, NamedSharding(mesh, spec)) for path, (array, spec) in made.items()}
+
+
+def bits(tree: dict) -> dict[str, tuple]:
+    return {path: (str(np.asarray(a).dtype), np.asarray(a).shape, np.asarray(a).tobytes()) for path, a in tree.items()}
+
+
+def filled(folder: Path, steps=(2, 10), keep: int | None = None) -> Path:
+    with Store(folder, keep) as store:
+        for step in steps:
+            store.save(step, arrays(step), DOCUMENT | {"step": step})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A store with the steps 2 and 10, made once: tests that damage it copy it."""
+    return filled(tmp_path_factory.mktemp("saved") / "checkpoints")
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    return Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+
+
+def files(folder: Path, step: int = 10) -> list[Path]:
+    return sorted((f for f in (folder / "steps" / str(step)).rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+
+
+def test_what_is_restored_is_what_was_saved_to_the_bit(saved):
+    wanted = arrays(10)
+    with Store(saved, None) as store:
+        restored = store.restore(10, wanted)
+        host = store.restore_host(10)
+    assert bits(restored) == bits(wanted) == bits(host)
+    for path, array in restored.items():
+        assert array.sharding == wanted[path].sharding, path
+        assert array.committed
+
+
+def test_abstract_arrays_serve_as_the_target(saved):
+    abstract = {path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for path, a in arrays().items()}
+    with Store(saved, None) as store:
+        assert bits(store.restore(2, abstract)) == bits(arrays(2))
+
+
+def test_the_document_comes_back(saved):
+    with Store(saved, None) as store:
+        assert store.document(10) == DOCUMENT | {"step": 10}
+        assert store.document(2)["step"] == 2
+
+
+def test_ten_is_newer_than_two(saved):
+    with Store(saved, None) as store:
+        assert store.newest() == 10
+
+
+def test_an_empty_store_has_no_newest(tmp_path):
+    with Store(tmp_path / "new", 2) as store:
+        assert store.newest() is None
+
+
+def test_the_newest_are_kept_and_their_manifests_alone(tmp_path):
+    folder = filled(tmp_path / "checkpoints", (1, 2, 9, 10), keep=2)
+    assert sorted(p.name for p in (folder / "steps").iterdir()) == ["10", "9"]
+    assert sorted(p.name for p in (folder / "manifests").iterdir()) == ["10.json", "9.json"]
+    with Store(folder, 2) as store:
+        assert bits(store.restore(9, arrays())) == bits(arrays(9))
+
+
+def test_the_arrays_may_be_donated_once_save_returns(tmp_path):
+    expected = bits(arrays(3))
+    overwrite = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree), donate_argnums=0)
+    with Store(tmp_path / "checkpoints", 2) as store:
+        given = arrays(3)
+        store.save(3, given, {})
+        jax.block_until_ready(overwrite(given))
+    with Store(tmp_path / "checkpoints", 2) as store:
+        assert bits(store.restore(3, arrays())) == expected
+
+
+def test_leaving_waits_for_the_save(tmp_path):
+    with Store(tmp_path / "checkpoints", 2) as store:
+        store.save(1, {"big": jax.device_put(np.ones((1000, 1000), np.float32), jax.devices()[0])}, {})
+    assert (tmp_path / "checkpoints" / "manifests" / "1.json").is_file()
+    with Store(tmp_path / "checkpoints", 2) as store:
+        assert store.newest() == 1
+
+
+def flip_a_byte(folder: Path) -> None:
+    largest = files(folder)[-1]
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+
+def truncate(folder: Path) -> None:
+    largest = files(folder)[-1]
+    largest.write_bytes(largest.read_bytes()[:-1])
+
+
+DAMAGE = {
+    "a flipped bit": flip_a_byte,
+    "a truncated file": truncate,
+    "an empty file": lambda folder: files(folder)[-1].write_bytes(b""),
+    "a missing file": lambda folder: files(folder)[-1].unlink(),
+    "a file too many": lambda folder: (folder / "steps/10/arrays/more").write_text("x"),
+    "no manifest: killed before it was written": lambda folder: (folder / "manifests/10.json").unlink(),
+    "a torn manifest": lambda folder: (folder / "manifests/10.json").write_text('{"a": '),
+    "a manifest that is no mapping": lambda folder: (folder / "manifests/10.json").write_text("[]"),
+    "an empty newer step": lambda folder: (folder / "steps/11").mkdir(),
+    "a newer step that was being written": lambda folder: (folder / "steps/11.orbax-checkpoint-tmp-0").mkdir(),
+    "a newer step that is half there": lambda folder: shutil.copytree(
+        folder / "steps/10/arrays", folder / "steps/11/arrays"
+    ),
+    "a stray file among the steps": lambda folder: (folder / "steps/notes.txt").write_text("x"),
+}
+NEWEST_STAYS = {
+    "an empty newer step",
+    "a newer step that was being written",
+    "a newer step that is half there",
+    "a stray file among the steps",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_newest_that_verifies_is_restored_and_saving_goes_on(copied, damage, caplog):
+    DAMAGE[damage](copied)
+    expected = 10 if damage in NEWEST_STAYS else 2
+    with caplog.at_level(logging.WARNING, "tlt_jax"), Store(copied, None) as store:
+        assert store.newest() == expected
+        assert bits(store.restore(expected, arrays())) == bits(arrays(expected))
+        store.save(11, arrays(11), {})
+    if expected == 2:
+        assert "checkpoint 10 does not verify" in caplog.text
+        assert (copied / "damaged" / "10").is_dir()
+    with Store(copied, None) as store:
+        assert store.newest() == 11
+        assert bits(store.restore(11, arrays())) == bits(arrays(11))
+
+
+def test_a_damaged_file_is_named(copied, caplog):
+    flip_a_byte(copied)
+    name = str(files(copied)[-1].relative_to(copied / "steps/10"))
+    with caplog.at_level(logging.WARNING, "tlt_jax"), Store(copied, None) as store:
+        store.newest()
+    assert name in caplog.text
+
+
+def test_where_all_are_damaged_there_is_none(copied):
+    flip_a_byte(copied)
+    (copied / "manifests/2.json").unlink()
+    with Store(copied, None) as store:
+        assert store.newest() is None
+        store.save(1, arrays(1), {})
+    with Store(copied, None) as store:
+        assert store.newest() == 1
+
+
+def changed(path: str, array) -> dict:
+    return arrays() | {path: jax.device_put(array, arrays()["train/step"].sharding)}
+
+
+DIFFERENCES = {
+    "another shape": (lambda: changed("special", np.zeros(7, np.float32)), ["special", "(6,)", "(7,)"]),
+    "another type": (lambda: changed("special", np.zeros(6, np.int32)), ["special", "float32", "int32"]),
+    "one that was not saved": (lambda: changed("extra", np.zeros(1, np.float32)), ["extra is not in the checkpoint"]),
+    "one that is not wanted": (
+        lambda: {p: a for p, a in arrays().items() if p != "keys"},
+        ["keys is in the checkpoint alone"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_a_state_that_does_not_fit_is_an_error_that_names_the_path(saved, case):
+    make, parts = DIFFERENCES[case]
+    with Store(saved, None) as store, pytest.raises(ConfigError) as caught:
+        store.restore(10, make())
+    assert all(part in str(caught.value) for part in [*parts, "checkpoint 10"]), caught.value
+
+
+def test_many_differences_are_counted(saved):
+    with Store(saved, None) as store, pytest.raises(ConfigError, match="and 5 more"):
+        store.restore(10, {f"other/{path}": a for path, a in arrays().items()})
+
+
+@pytest.mark.parametrize(
+    "wait", [lambda store: store.wait(), lambda store: store.close(), lambda store: store.save(5, arrays(), {})]
+)
+def test_a_save_that_fails_says_so_later(tmp_path, wait):
+    store = Store(tmp_path / "checkpoints", 2)
+    shutil.rmtree(tmp_path / "checkpoints/manifests")  # what it will want to write to
+    store.save(4, arrays(), {})
+    with pytest.raises(FileNotFoundError):
+        wait(store)
+    store.close()  # said once, and it closes

@@ -1,0 +1,264 @@
+"""The engine on tiny models: where sequences end, what they do not depend on, what is counted, what is compiled."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import tiny
+
+from tlt_jax.config import ConfigError
+from tlt_jax.decode.engine import Engine, Request
+from tlt_jax.decode.loop import decode_block, empty_slots
+from tlt_jax.decode.propose import DraftSpec
+from tlt_jax.models.declare import Declare
+from tlt_jax.models.decode_view import decode_view
+from tlt_jax.models.heads import ShallowExit
+from tlt_jax.models.transformer import ModelShape, Transformer
+
+G, MAX_PROMPT, MAX_NEW = 5, 6, 12
+DRAFTERS = ["shallow", "ngram", "off"]
+NO_EOS = 50  # beyond the vocabulary: never drawn
+# An untied head of three times its initial deviation: far from uniform, and no two tokens nearly alike.
+SHAPE = replace(tiny.SHAPE, tied=False)
+MODEL, EXIT = tiny.transformer(SHAPE, seed=4, scale=3.0), tiny.shallow_exit(SHAPE, scale=2.0)
+PERFECT = tiny.perfect_pair(SHAPE, seed=4, scale=3.0)
+
+
+@cache
+def engine(drafter: str, slots: int = 16) -> Engine:
+    return Engine(
+        tiny.SHAPE,
+        tiny.mesh(),
+        slots=slots,
+        max_prompt=MAX_PROMPT,
+        max_new=MAX_NEW,
+        eos=[NO_EOS],
+        draft=DraftSpec(drafter, G, False, ngram_min=1),
+        dtype=jnp.float32,
+        block_verifies=3,
+    )
+
+
+def complete(drafter: str, requests, pair=(MODEL, EXIT), slots: int = 16, eos: int = NO_EOS):
+    e = engine(drafter, slots)
+    e._eos = jnp.asarray([eos], jnp.int32)  # an argument of the compiled block, so that one program serves every EOS
+    return e.run(e.view(pair[0]), pair[1], requests)
+
+
+@cache
+def prompts() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 50, 1 + i % MAX_PROMPT).astype(np.int32) for i in range(13)]
+
+
+def requests(temperature: float, limit=lambda i: MAX_NEW) -> list[Request]:
+    return [Request(prompt, limit(i), 1000 + i, temperature) for i, prompt in enumerate(prompts())]
+
+
+@cache
+def greedy(pair: int = 0) -> np.ndarray:
+    """[13, MAX_NEW] tokens by argmax of the training forward pass, one token at a time. `pair` 1: the perfect model."""
+    model = (MODEL, PERFECT[0])[pair]
+    rows, length = np.zeros((13, MAX_PROMPT + MAX_NEW), np.int32), np.array([len(p) for p in prompts()])
+    for row, prompt in zip(rows, prompts(), strict=True):
+        row[: len(prompt)] = prompt
+    forward = jax.jit(tiny.plain_logits)
+    for step in range(MAX_NEW):
+        at = np.asarray(forward(model, jnp.asarray(rows)))[np.arange(13), length - 1 + step]
+        best = np.sort(at, axis=-1)
+        assert (best[:, -1] - best[:, -2]).min() > 1e-3, "two tokens are too near: take another seed"
+        rows[np.arange(13), length + step] = at.argmax(axis=-1)
+    return np.stack([row[n : n + MAX_NEW] for row, n in zip(rows, length, strict=True)])
+
+
+def tokens_of(rollout) -> list[list[int]]:
+    return [
+        row[start:end].tolist()
+        for row, start, end in zip(rollout.tokens_BT, rollout.prompt_length_B, rollout.length_B, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_temperature_zero_is_greedy_decoding(drafter):
+    rollout = complete(drafter, requests(0.0))
+    assert tokens_of(rollout) == greedy().tolist()
+    assert len(np.unique(greedy())) > 10
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_temperature_zero_is_greedy_decoding_when_every_draft_stands(drafter):
+    assert tokens_of(complete(drafter, requests(0.0), PERFECT)) == greedy(1).tolist()
+
+
+@pytest.mark.parametrize("position", range(G + 2))
+def test_eos_inside_a_draft_ends_there(position):
+    # Every draft stands, so the first block emits G + 1 tokens at once, with the EOS at each place in it.
+    eos = int(greedy(1)[3, position])
+    first = int(np.flatnonzero(greedy(1)[3] == eos)[0])
+    rollout = complete("shallow", [Request(prompts()[3], MAX_NEW, 5, 0.0)], PERFECT, eos=eos)
+    assert tokens_of(rollout) == [greedy(1)[3, : first + 1].tolist()]
+    assert rollout.ended_B.tolist() == [True]
+    blocks = first // (G + 1) + 1
+    assert rollout.target_calls_B.tolist() == [blocks]
+    assert rollout.drafted_B.tolist() == [blocks * G]
+    assert rollout.accepted_B.tolist() == [min(first + 1, G) if blocks == 1 else G + min(first - G, G)]
+    start = len(prompts()[3])
+    assert not rollout.tokens_BT[0, start + first + 1 :].any()
+    assert not rollout.policy_logp_BT[0, start + first + 1 :].any()
+    assert [c.tolist() for c in rollout.completions()] == [greedy(1)[3, :first].tolist()]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_first_eos_is_the_last_token(drafter, temperature):
+    eos = int(greedy()[0, 4])
+    whole = complete(drafter, requests(temperature))
+    rollout = complete(drafter, requests(temperature), eos=eos)
+    for cut, full, ended in zip(tokens_of(rollout), tokens_of(whole), rollout.ended_B, strict=True):
+        assert cut == (full[: full.index(eos) + 1] if eos in full else full)
+        assert ended == (eos in full)
+    assert rollout.ended_B.any()
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("pair", [(MODEL, EXIT), PERFECT], ids=["random", "perfect"])
+def test_max_new_tokens_is_exact(drafter, pair):
+    """Eight requests alike but for their limit, 0 to 7 (G + 1 is 6): each is the first so many of the longest's tokens."""
+    rollout = complete(drafter, [Request(prompts()[5], limit, 7, 1.0) for limit in range(8)], pair)
+    found = tokens_of(rollout)
+    assert [len(tokens) for tokens in found] == list(range(8))
+    assert found == [found[-1][:limit] for limit in range(8)]
+    assert not rollout.ended_B.any()
+    position = np.arange(rollout.tokens_BT.shape[1])
+    beyond = position >= rollout.length_B[:, None]
+    assert not rollout.tokens_BT[beyond].any()
+    np.testing.assert_array_equal(rollout.policy_logp_BT != 0, rollout.completion_mask_BT > 0)
+    np.testing.assert_array_equal(rollout.sampler_logp_BT != 0, rollout.completion_mask_BT > 0)
+    np.testing.assert_array_equal(rollout.completion_mask_BT.sum(axis=1), range(8))
+
+
+def test_counts_by_hand_when_every_draft_stands():
+    rollout = complete("shallow", [Request(prompts()[5], limit, 7, 1.0) for limit in (0, 3, 6, 7, 12)], PERFECT)
+    # A verification gives G + 1 = 6 tokens. What the limit cuts off counts as drafted, not as accepted.
+    assert rollout.target_calls_B.tolist() == [0, 1, 1, 2, 2]
+    assert rollout.drafted_B.tolist() == [0, 5, 5, 10, 10]
+    assert rollout.accepted_B.tolist() == [0, 3, 5, 6, 10]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_counts_add_up(drafter):
+    rollout = complete(drafter, requests(1.0))
+    calls, length = rollout.target_calls_B, rollout.completion_length_B
+    assert np.all(rollout.accepted_B <= rollout.drafted_B)
+    assert np.all(rollout.drafted_B <= G * calls)
+    # A call gives the accepted drafts and one token more, but where the limit cut its last one short.
+    assert np.all((length == rollout.accepted_B + calls) | (length == rollout.accepted_B + calls - 1))
+    if drafter == "off":
+        assert np.array_equal(calls, length)
+        assert not rollout.drafted_B.any()
+    else:
+        assert rollout.accepted_B.sum() > 0
+
+
+def uneven(i: int) -> int:
+    return [MAX_NEW, 2, 7, 1, 9][i % 5]
+
+
+@pytest.mark.parametrize("drafter", ["shallow", "off"])
+def test_refilled_slots_give_the_tokens_of_one_big_batch(drafter):
+    together = complete(drafter, requests(1.0, uneven))
+    refilled = complete(drafter, requests(1.0, uneven), slots=3)
+    assert tokens_of(refilled) == tokens_of(together)
+    for name in ("target_calls_B", "drafted_B", "accepted_B", "length_B", "prompt_length_B", "ended_B"):
+        np.testing.assert_array_equal(getattr(refilled, name), getattr(together, name))
+    np.testing.assert_allclose(refilled.policy_logp_BT, together.policy_logp_BT, atol=1e-5)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_completion_depends_on_neither_order_nor_company(drafter):
+    every = requests(1.0, uneven)
+    expected = tokens_of(complete(drafter, every))
+    assert tokens_of(complete(drafter, every[::-1]))[::-1] == expected
+    for i in (0, 6):
+        assert tokens_of(complete(drafter, [every[i]])) == [expected[i]]
+
+
+def test_the_seed_decides():
+    same = [Request(prompts()[5], MAX_NEW, seed, 1.0) for seed in (1, 1, 2, 1 << 32)]
+    a, b, c, d = tokens_of(complete("shallow", same))
+    assert a == b
+    assert c != a
+    assert d != a
+
+
+def test_log_probs_are_those_of_the_training_forward_pass():
+    rollout = complete("shallow", requests(0.7))
+    log_probs = jax.nn.log_softmax(jax.jit(tiny.plain_logits)(MODEL, jnp.asarray(rollout.tokens_BT)) / 0.7, axis=-1)
+    picked = np.take_along_axis(np.asarray(log_probs)[:, :-1], rollout.tokens_BT[:, 1:, None], axis=-1)[..., 0]
+    mask = rollout.completion_mask_BT
+    expected = np.pad(picked, ((0, 0), (1, 0))) * mask
+    np.testing.assert_allclose(rollout.policy_logp_BT, expected, atol=2e-5)
+    np.testing.assert_allclose(rollout.sampler_logp_BT, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (Request(np.zeros(0, np.int32), 1, 0), "a prompt has 0 tokens"),
+        (Request(np.zeros(MAX_PROMPT + 1, np.int32), 1, 0), "a prompt has 7 tokens"),
+        (Request(np.zeros(1, np.int32), MAX_NEW + 1, 0), "max_new_tokens is 13"),
+        (Request(np.zeros(1, np.int32), -1, 0), "max_new_tokens is -1"),
+        (Request(np.zeros(1, np.int32), 1, 0, top_k=3), "top_k or top_p"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused_and_takes_no_slot(request_, expected):
+    e = engine("off")
+    with pytest.raises(ConfigError, match=expected):
+        e.run(e.view(MODEL), EXIT, [requests(1.0)[0], request_])
+    assert e.free == 16
+
+
+def test_no_number_of_requests_compiles_anything_new():
+    e, active, compiled = engine("shallow"), True, []
+
+    def listen(event: str, duration: float, **_) -> None:
+        if active and event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
+            compiled.append(event)
+
+    for count in (16, 4, 1):  # the prefills of the whole pool, a quarter and a sixteenth, and the block
+        complete("shallow", requests(1.0)[:1] * count)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    for count in (1, 2, 3, 4, 5, 7, 11, 16, 17, 30):
+        complete("shallow", requests(0.5, uneven)[:1] * count)
+    active = False
+    assert compiled == []
+    assert e.free == 16
+
+
+WIDE = ModelShape(
+    vocab=256, width=256, layers=6, heads=4, kv_heads=2, head_dim=64, hidden=768, exit_layer=2, exit_rank=8
+)
+
+
+@pytest.mark.parametrize("drafter", ["shallow", "off"])
+def test_a_decode_blocks_temporaries_are_a_small_share_of_the_weights(drafter):
+    def abstract(build):
+        return build(Declare(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32)))
+
+    exit = abstract(lambda d: ShallowExit(WIDE, d))
+    view = jax.eval_shape(partial(decode_view, dtype=jnp.float32), abstract(lambda d: Transformer(WIDE, d)))
+    slots = jax.eval_shape(partial(empty_slots, WIDE, 2, 16, jnp.float32))
+    spec = DraftSpec(drafter, 0 if drafter == "off" else G, False)
+    block = jax.jit(partial(decode_block, spec=spec, verifies=8), donate_argnums=2)
+    temporaries = (
+        block.lower(view, exit, slots, jax.ShapeDtypeStruct((1,), jnp.int32))
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+    )
+    weights = sum(leaf.size * 4 for leaf in jax.tree.leaves(view))
+    assert weights > 10 * 2**20
+    assert temporaries < 0.1 * weights, f"{temporaries / weights:.0%} of the weights"

@@ -1,0 +1,181 @@
+"""The mesh's sizes, the table of sharding rules, and eight simulated devices against one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from support import tiny
+
+from tlt_jax.config import ConfigError
+from tlt_jax.config.schema import DeviceConfig, MeshConfig
+from tlt_jax.models.declare import table
+from tlt_jax.models.heads import ScalarHead, ShallowExit
+from tlt_jax.models.transformer import Transformer
+from tlt_jax.parallel.mesh import MESH_AXES, compute_dtype, make_mesh, mesh_shape
+from tlt_jax.parallel.sharding import RULES, constrain, named_sharding, partition, put_batch, replicated
+
+SCRIPT = Path(__file__).parents[1] / "support" / "eight_devices.py"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices", "expected"),
+    [
+        ({}, 8, (8, 1, 1)),
+        ({}, 1, (1, 1, 1)),
+        ({"tensor": 2}, 8, (4, 1, 2)),
+        ({"data": 1, "fsdp": -1, "tensor": 2}, 8, (1, 4, 2)),
+        ({"data": 2, "fsdp": 2, "tensor": -1}, 12, (2, 2, 3)),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 8, (2, 2, 2)),
+    ],
+)
+def test_what_is_left_goes_to_the_open_axis(sizes, devices, expected):
+    assert mesh_shape(MeshConfig(**sizes), devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices"),
+    [
+        ({"tensor": 3}, 8),
+        ({"data": 4}, 8),
+        ({"data": 16}, 8),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 4),
+        ({"tensor": 16}, 8),
+    ],
+)
+def test_sizes_that_do_not_fit_the_devices_are_an_error_that_says_both(sizes, devices):
+    with pytest.raises(ConfigError) as caught:
+        mesh_shape(MeshConfig(**sizes), devices)
+    text = str(caught.value)
+    assert "`device.mesh`" in text
+    assert f"a product of {devices}" in text
+    assert all(f"{axis} {size}" in text for axis, size in sizes.items())
+
+
+def test_the_mesh_has_our_axes_in_auto_mode():
+    mesh = make_mesh(MeshConfig())
+    assert mesh.axis_names == MESH_AXES == ("data", "fsdp", "tensor")
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+
+
+def test_activations_are_float32_on_the_cpu_unless_asked():
+    assert compute_dtype(DeviceConfig()) == jnp.float32
+    assert compute_dtype(DeviceConfig(compute_dtype="bfloat16")) == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        (("embed", "heads", "head_dim"), P("fsdp", "tensor", None)),
+        (("layers", "hidden", "embed"), P(None, "tensor", "fsdp")),
+        (("vocab", "embed"), P("tensor", "fsdp")),
+        (("batch", None, "vocab"), P(("data", "fsdp"), None, "tensor")),
+        ((), P()),
+    ],
+)
+def test_the_table_maps_logical_axes_to_the_meshs(axes, expected):
+    assert partition(axes) == expected
+
+
+def test_an_unknown_axis_is_our_own_mistake():
+    with pytest.raises(KeyError, match="widht"):
+        partition(("widht",))
+
+
+def test_every_declared_axis_is_in_the_table():
+    modules = (Transformer, ShallowExit, ScalarHead)
+    axes = {
+        axis
+        for module in modules
+        for spec in table(lambda d, m=module: m(tiny.SHAPE, d)).values()
+        for axis in spec.axes
+        if axis
+    }
+    assert axes <= RULES.keys()
+
+
+MESH_222 = AbstractMesh((2, 2, 2), MESH_AXES)
+
+
+def test_a_dimension_that_the_mesh_does_not_divide_is_an_error_that_names_the_array():
+    assert named_sharding(MESH_222, ("embed", "kv_heads", None), (16, 2, 4), "key").spec == P("fsdp", "tensor", None)
+    with pytest.raises(ConfigError) as caught:
+        named_sharding(MESH_222, ("embed", "kv_heads", None), (16, 3, 4), "layers/attention/key")
+    assert (
+        str(caught.value)
+        == "`device.mesh`: layers/attention/key has kv_heads = 3, which 2 devices (tensor) do not divide"
+    )
+    with pytest.raises(ConfigError, match=r"batch = 6, which 4 devices \(data, fsdp\)"):
+        named_sharding(MESH_222, ("batch",), (6,))
+
+
+def test_outside_a_mesh_a_constraint_does_nothing():
+    x = jnp.ones((4, 3))
+    assert constrain(x, "batch", None) is x
+
+
+def test_batches_are_split_after_their_leading_axes():
+    mesh = tiny.mesh()
+    placed = put_batch(mesh, {"x": np.ones((3, 4, 2), np.float32)}, leading=1)["x"]
+    assert placed.sharding.spec == P(None, ("data", "fsdp"))
+    assert put_batch(mesh, np.ones(4)).sharding.spec == P(("data", "fsdp"))
+    assert replicated(mesh).spec == P()
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    """{mesh: what eight simulated devices computed on it}, and the same on one device under "1x1x1"."""
+    out = tmp_path_factory.mktemp("eight") / "results.json"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[2]), str(SCRIPT.parents[1])])}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(out)], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text())
+
+
+MESHES = ["8x1x1", "2x2x2", "1x4x2"]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_training_on_eight_devices_gives_the_losses_of_one(eight, mesh):
+    one = eight["1x1x1"]["losses"]
+    assert len(one) == 5
+    assert one[-1] < one[0] - 0.05
+    np.testing.assert_allclose(eight[mesh]["losses"], one, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parameters_and_moments_lie_where_the_rules_say_before_and_after_training(eight, mesh):
+    """Every array whose sharding differs from the table in the script would be named here."""
+    assert eight[mesh]["misplaced_before"] == []
+    assert eight[mesh]["misplaced_after"] == []
+    assert eight[mesh]["checked"] == eight["1x1x1"]["checked"] > 14 + 21  # parameters and moments, and some counts
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_an_update_is_compiled_once(eight, mesh):
+    assert eight[mesh]["compiled_after_the_first_step"] == 0
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_initialisation_does_not_depend_on_the_mesh(eight, mesh):
+    assert eight[mesh]["initial"] == eight["1x1x1"]["initial"]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("temperature", ["0.0", "1.0"])
+def test_rollouts_on_eight_devices_give_the_tokens_of_one(eight, mesh, temperature):
+    assert eight[mesh]["tokens"][temperature] == eight["1x1x1"]["tokens"][temperature]
+    assert eight[mesh]["counts"] == eight["1x1x1"]["counts"]
+
+
+def test_the_simulated_devices_are_not_this_processes():
+    assert jax.device_count() == 1
