@@ -2,9 +2,9 @@
 
     python benchmarks/drafters.py --run runs/quickstart [--prompts N] [--repeats N] [--quick] [--json FILE]
 
-Takes a run directory's exported model and held-out prompts. At temperature 0 every drafter must give the tokens of
-plain decoding, or part from them only where the two best logits lie within 1e-4. At temperature 1 the mean reward (quality)
-and length must agree within their error. Runs of the drafters are interleaved; medians are printed.
+Takes a run directory's exported model and held-out prompts. At temperature 0 every drafter must give
+the tokens of plain decoding, or part only where the two best logits lie within 1e-4. At temperature 1 the mean reward
+(quality) and length must agree within their error. Runs of the drafters are interleaved; medians are printed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tlt_jax.decode.propose import DRAFTERS, DraftSpec
 from tlt_jax.decode.rollout import Rollout, rollout_metrics
 from tlt_jax.models.transformer import hidden_states, logits
 from tlt_jax.parallel.mesh import compute_dtype, make_mesh, set_up_devices
-from tlt_jax.rl.rewards import Completion, is_valid
+from tlt_jax.rl.rewards import is_valid
 from tlt_jax.stages.models import Models, initial_models
 
 CLOSE = 1e-4  # two logits nearer than this may change places with the order of a sum
@@ -56,8 +56,8 @@ def main() -> None:
     _print(values)
     plain = {name: values[f"off at {name.split(' at ')[1]}"]["tokens_per_second"] for name in values}
     ratios = {name: row["tokens_per_second"] / plain[name] for name, row in values.items()}
-    versions = {name: version(name) for name in ("jax", "jaxlib", "flax", "numpy")}
-    machine = f"{jax.device_count()} x {jax.devices()[0].device_kind}, {platform.machine()}, Python {platform.python_version()}"
+    versions = {"python": platform.python_version()} | {n: version(n) for n in ("jax", "jaxlib", "flax", "numpy")}
+    machine = f"{jax.device_count()} x {jax.devices()[0].device_kind}, {platform.machine()}"
     text = json.dumps(
         {"benchmark": "drafters", "machine": machine, "versions": versions, "values": values, "ratios": ratios}
     )
@@ -129,13 +129,15 @@ def _joined(rollouts: list[Rollout]) -> Rollout:
 
 def _judged(rollout: Rollout, decode) -> dict[str, float]:
     """Mean reward (share of valid completions) and length, each with its standard error."""
-    completions = [
-        Completion(decode(row[:start]), decode(tokens), tokens, bool(ended), 0, 1)
-        for row, start, tokens, ended in zip(
-            rollout.tokens_BT, rollout.prompt_length_B, rollout.completions(), rollout.ended_B, strict=True
-        )
-    ]
-    valid = np.array([is_valid(c.prompt, c.text, c.ended) for c in completions], float)
+    valid = np.array(
+        [
+            is_valid(decode(row[:start]), decode(tokens), bool(ended))
+            for row, start, tokens, ended in zip(
+                rollout.tokens_BT, rollout.prompt_length_B, rollout.completions(), rollout.ended_B, strict=True
+            )
+        ],
+        float,
+    )
     length = rollout.completion_length_B.astype(float)
     root = len(valid) ** 0.5
     return {
@@ -166,9 +168,8 @@ def _same_tokens(models: Models, plain: Rollout, other: Rollout) -> dict[str, fl
 
 
 def _print(values: dict[str, dict]) -> None:
-    print(
-        f"{'':28}{'calls/token':>12}{'accepted':>10}{'tokens/s':>10}{'reward':>16}{'length':>16}{'loops':>8}  same tokens as off"
-    )
+    heads = {"": 28, "calls/token": 12, "accepted": 10, "tokens/s": 10, "reward": 16, "length": 16, "loops": 8}
+    print("".join(f"{head:>{width}}" for head, width in heads.items()), " same tokens as off")
     for name, row in values.items():
         same = (
             f"{row['divergences']} of {row['sequences']} part, gap {row['largest_gap_at_divergence']:.1e}"

@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     verb.add(parser)
     arguments = parser.parse_intermixed_args(words[1:])
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns there of what is meant
     try:
         return verb.main(arguments)
     except ConfigError as error:

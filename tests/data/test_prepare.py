@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.config import ConfigError
-from tlt_jax.config.schema import DataConfig, SourceConfig, TasksConfig, TokenizerConfig
+from tlt_jax.config.data_sections import DataConfig, SourceConfig, TasksConfig, TokenizerConfig
 from tlt_jax.data import prepare
 from tlt_jax.data.packing import ROW_FIELDS
 from tlt_jax.text import save, train_tokenizer

@@ -9,7 +9,8 @@ import typing
 import pytest
 
 from tlt_jax.config import ConfigError
-from tlt_jax.config.schema import SourceConfig, SourceKind
+from tlt_jax.config.base import SourceKind
+from tlt_jax.config.data_sections import SourceConfig
 from tlt_jax.data.sources import SOURCES, read_documents
 
 

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 
 from tlt_jax.config import ConfigError
-from tlt_jax.config.schema import DataConfig, SourceConfig, TasksConfig
+from tlt_jax.config.data_sections import DataConfig, SourceConfig, TasksConfig
 from tlt_jax.data.sources import Document
 from tlt_jax.data.tasks import read_pairs, tokenize_pairs
 from tlt_jax.text import load_tokenizer, train_tokenizer

@@ -126,7 +126,7 @@ def test_the_first_eos_is_the_last_token(drafter, temperature):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("pair", [(MODEL, EXIT), PERFECT], ids=["random", "perfect"])
 def test_max_new_tokens_is_exact(drafter, pair):
-    """Eight requests alike but for their limit, 0 to 7 (G + 1 is 6): each is the first so many of the longest's tokens."""
+    """Eight requests alike but for their limit, 0 to 7 (G + 1 is 6): each begins as the longest does."""
     rollout = complete(drafter, [Request(prompts()[5], limit, 7, 1.0) for limit in range(8)], pair)
     found = tokens_of(rollout)
     assert [len(tokens) for tokens in found] == list(range(8))

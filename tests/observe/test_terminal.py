@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tlt_jax.config.schema import TrackerName
+from tlt_jax.config.base import TrackerName
 from tlt_jax.observe import TRACKERS, Progress, close_logging, open_trackers, set_up_logging
 from tlt_jax.observe.progress import clock_time, describe_row, short_number
 

@@ -1,4 +1,4 @@
-"""Run as a program: trains and decodes on meshes of eight simulated CPU devices and of one, and writes what came out as JSON."""
+"""A program: trains and decodes on meshes of eight simulated CPU devices and of one; writes what came out as JSON."""
 
 import hashlib
 import json
@@ -58,7 +58,7 @@ EXPECTED = {
 
 
 def misplaced(state, mesh) -> tuple[list[str], int]:
-    """The arrays that do not lie as EXPECTED says (what is no parameter and no moment: replicated), and how many there are."""
+    """The arrays that do not lie as EXPECTED says (no parameter, no moment: replicated), and how many there are."""
     leaves = {f"params/{path}": a for path, a in flatten(state.params).items()} | {
         f"opt/{path}": a for path, a in flatten(state.opt).items()
     }

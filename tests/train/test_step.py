@@ -9,7 +9,7 @@ import pytest
 from support import tiny
 
 from tlt_jax.config.schema import OptimizerConfig
-from tlt_jax.models.declare import flatten
+from tlt_jax.models.declare import flatten, shardings
 from tlt_jax.models.heads import ShallowExit, exit_logits
 from tlt_jax.models.transformer import Transformer, hidden_states, logits
 from tlt_jax.train.losses import cross_entropy, exit_distillation, next_token_objective, weighted_sum
@@ -33,8 +33,13 @@ def drafter(declare):
 ROLES = {"policy": Role(policy, LINEAR), "exit": Role(drafter, LINEAR)}
 
 
+def placed(roles, params):
+    """The parameters where the update wants them, so that it is compiled once."""
+    return {name: jax.device_put(params[name], shardings(role.build, tiny.mesh())) for name, role in roles.items()}
+
+
 def fresh():
-    return new_state(ROLES, {"policy": tiny.transformer(scale=2.0), "exit": tiny.shallow_exit()}, tiny.mesh())
+    return new_state(ROLES, placed(ROLES, params()), tiny.mesh())
 
 
 def batch(microbatches: int = 1) -> dict[str, jax.Array]:
@@ -68,7 +73,7 @@ def update():
 
 @cache
 def reference() -> tuple[np.ndarray, np.ndarray]:
-    """Cross-entropy of each token, [rows, length], at the last layer and at the exit, straight from the forward pass."""
+    """Cross-entropy of each token, [rows, length], at the last layer and at the exit, by the forward pass."""
     model, exit = tiny.transformer(scale=2.0), tiny.shallow_exit()
     b = {name: a[0] for name, a in batch().items()}
     x_exit, x = hidden_states(model, b["tokens"], b["segments"], b["positions"], dtype=FLOAT)
@@ -137,7 +142,7 @@ def test_accumulated_gradients_are_those_of_the_full_batch():
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_an_update_whose_every_token_is_masked_changes_nothing(microbatches):
     empty = batch(microbatches) | {"weights": jnp.zeros_like(batch(microbatches)["weights"])}
-    before = {path: np.asarray(a) for path, a in flatten(fresh().params).items()}
+    before = {path: np.array(a) for path, a in flatten(fresh().params).items()}
     state, metrics = update()(fresh(), empty, np.float32(1.0))
     assert float(metrics["train/lr"]) == pytest.approx(1e-3)
     assert float(metrics["train/loss"]) == float(metrics["train/grad_norm"]) == 0.0
@@ -146,7 +151,7 @@ def test_an_update_whose_every_token_is_masked_changes_nothing(microbatches):
 
 
 def test_the_exit_looks_at_every_position_in_turn():
-    """The rate is 0, so that each step sees the same model: its exit's loss is over every fourth position, from step % 4."""
+    """At rate 0 each step sees the same model; its exit's loss is over every fourth position, from step % 4."""
     main, early = reference()
     state = fresh()
     ones = batch() | {"weights": jnp.ones((1, ROWS, LENGTH))}
@@ -163,7 +168,8 @@ TOY_ROLES = {
 
 
 def toy_state():
-    return new_state(TOY_ROLES, {"policy": tiny.shallow_exit(), "exit": tiny.shallow_exit(seed=2)}, tiny.mesh())
+    params = {"policy": tiny.shallow_exit(), "exit": tiny.shallow_exit(seed=2)}
+    return new_state(TOY_ROLES, placed(TOY_ROLES, params), tiny.mesh())
 
 
 def toy_objective():

@@ -20,16 +20,24 @@ from tlt_jax.config import ConfigError
 
 log = logging.getLogger("tlt_jax")
 Arrays = dict[str, Any]
+UNSEALED = "it has no manifest: its saving was interrupted"
 
 
 class Store:
-    """The newest `keep` checkpoints (None: all) in one folder. Leaving it as a context waits for the last save."""
+    """The newest `keep` checkpoints in one folder. Leaving it as a context waits for the last save.
 
-    def __init__(self, folder: Path, keep: int | None):
+    A read-only store may be opened on the folder of a run that is going on: it changes nothing there.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2, read_only: bool = False):
         self.folder = folder.absolute()
         self._manifests = self.folder / "manifests"
-        self._manifests.mkdir(parents=True, exist_ok=True)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True, create=True)
+        self._keep, self._read_only = keep, read_only
+        if not read_only:
+            self._manifests.mkdir(parents=True, exist_ok=True)
+        options = ocp.CheckpointManagerOptions(
+            cleanup_tmp_directories=not read_only, read_only=read_only, create=not read_only
+        )
         handlers: dict[str, Any] = {
             "arrays": ocp.StandardCheckpointHandler(),
             "document": ocp.JsonCheckpointHandler(),
@@ -45,19 +53,26 @@ class Store:
         self.close()
 
     def newest(self) -> int | None:
-        """The newest step that verifies, or None. What does not verify is set aside, with a warning that says why."""
+        """The newest step that verifies, or None.
+
+        One whose saving was interrupted is removed, one that is damaged set aside, with a warning that says why; a
+        read-only store leaves both where they are.
+        """
         for step in sorted(self._manager.all_steps(), reverse=True):
             fault = self._fault(step)
             if fault is None:
                 return step
-            log.warning("checkpoint %d does not verify (%s); set aside, looking for an older one", step, fault)
-            self._set_aside(step)
+            log.warning("checkpoint %d does not verify (%s); looking for an older one", step, fault)
+            if not self._read_only:
+                self._set_aside(step)
         return None
 
     def save(self, step: int, arrays: Arrays, document: dict) -> None:
         """Starts to save; returns once the arrays may be donated. Raises what an earlier save failed with."""
         self.wait()
-        args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), document=ocp.args.JsonSave(document))
+        args = ocp.args.Composite(
+            arrays=ocp.args.StandardSave(arrays), document=ocp.args.JsonSave(json.loads(json.dumps(document)))
+        )
         self._manager.save(step, args=args, force=True)
         self._sealing = threading.Thread(target=self._seal, args=(step,), name="checkpoint-seal")
         self._sealing.start()
@@ -82,8 +97,11 @@ class Store:
         return self._manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(target)))["arrays"]
 
     def restore_host(self, step: int) -> Arrays:
-        """All arrays of a step, on the host."""
-        whole = self._manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore()))["arrays"]
+        """All arrays of a step, on the host, however many devices they were saved from."""
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        saved = self._manager.item_metadata(step)["arrays"]
+        target = {path: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=sharding) for path, m in saved.items()}
+        whole = self._manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(target)))["arrays"]
         return {path: jax.device_get(array) for path, array in whole.items()}
 
     def wait(self) -> None:
@@ -100,16 +118,15 @@ class Store:
         self._manager.close()
 
     def _seal(self, step: int) -> None:
-        """In its own thread: once the save is whole, writes its manifest; drops those of deleted checkpoints."""
+        """In its own thread: once the save is whole, writes its manifest, and only then deletes what is too old."""
         try:
             self._manager.wait_until_finished()
             partial = self._manifests / f"{step}.json.partial"
             partial.write_text(json.dumps(_digests(self._path(step)), indent=0, sort_keys=True))
             partial.replace(self._manifests / f"{step}.json")
-            kept = {str(s) for s in self._manager.all_steps()}
-            for manifest in self._manifests.glob("*.json"):
-                if manifest.stem not in kept:
-                    manifest.unlink()
+            for old in sorted(self._manager.all_steps())[: -self._keep]:
+                self._manager.delete(old)
+                (self._manifests / f"{old}.json").unlink(missing_ok=True)
         except BaseException as error:  # handed to the next save, wait or close
             self._failure = error
 
@@ -119,7 +136,7 @@ class Store:
     def _fault(self, step: int) -> str | None:
         manifest = self._manifests / f"{step}.json"
         if not manifest.is_file():
-            return "it has no manifest: saving was interrupted"
+            return UNSEALED
         try:
             expected = json.loads(manifest.read_text())
         except ValueError:
@@ -130,10 +147,12 @@ class Store:
 
     def _set_aside(self, step: int) -> None:
         aside = self.folder / "damaged" / str(step)
-        if aside.exists():
-            shutil.rmtree(aside)
-        aside.parent.mkdir(exist_ok=True)
-        self._path(step).rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+        if self._fault(step) == UNSEALED:
+            shutil.rmtree(self._path(step))
+        else:
+            aside.parent.mkdir(exist_ok=True)
+            self._path(step).rename(aside)
         self._manager.reload()
 
 

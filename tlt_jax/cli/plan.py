@@ -10,6 +10,7 @@ from tlt_jax.models.declare import table
 from tlt_jax.models.transformer import ModelShape, Transformer
 from tlt_jax.parallel.mesh import MESH_AXES, mesh_shape
 from tlt_jax.stages.models import model_shape
+from tlt_jax.stages.run import check_batches
 
 MOMENTS = {
     "adamw": 2,
@@ -28,6 +29,7 @@ def print_plan(config: Config) -> None:
     set_up_devices(config.device)
     shape = model_shape(config.model, config.data.tokenizer.vocab_size)
     mesh = mesh_shape(config.device.mesh, jax.device_count())
+    check_batches(config, mesh[0] * mesh[1])
     facts = Table(title=f"plan of {config.run.name}", show_header=False, title_justify="left")
     rows = {
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}, mesh "

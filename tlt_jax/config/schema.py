@@ -1,37 +1,26 @@
-"""Every key of a config: its type, range, unit and default.
+"""Every key of a config: its type, range, unit and default. The whole config is one frozen `Config`."""
 
-The whole config is one frozen `Config`. Names that select an implementation (drafters, optimisers, rewards, ...) are
-literals here; the registries that hold the implementations are held equal to them by a test. No JAX is imported, so
-that `validate` answers at once.
-"""
+from typing import Literal
 
-from typing import Annotated, Literal
+from pydantic import Field, model_validator
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
-
-Stage = Literal["pretrain", "finetune", "align"]
-Drafter = Literal["shallow", "ngram", "off"]
-OptimizerName = Literal["adamw", "lion", "muon"]
-DecayName = Literal["cosine", "linear", "wsd"]
-RematPolicy = Literal["none", "dots", "full"]
-SourceKind = Literal["stdlib", "directory", "jsonl", "hub"]
-TaskKind = Literal["python_functions", "jsonl"]
-KLEstimator = Literal["k1", "k2", "k3"]
-KLController = Literal["fixed", "adaptive"]
-Aggregation = Literal["token_mean", "sequence_mean"]
-RewardName = Literal["quality", "diversity", "speed"]
-TrackerName = Literal["tensorboard"]
-
-PositiveInt = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-PositiveFloat = Annotated[float, Field(gt=0.0)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0)]
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are refused, types are not coerced, values do not change."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+from tlt_jax.config.base import (
+    Aggregation,
+    DecayName,
+    Drafter,
+    Fraction,
+    KLController,
+    KLEstimator,
+    NonNegativeFloat,
+    OptimizerName,
+    PositiveFloat,
+    PositiveInt,
+    RematPolicy,
+    Section,
+    Stage,
+    TrackerName,
+)
+from tlt_jax.config.data_sections import DataConfig
 
 
 class RunConfig(Section):
@@ -112,64 +101,6 @@ class ModelConfig(Section):
         return self
 
 
-class SourceConfig(Section):
-    kind: SourceKind = Field("stdlib", description="stdlib: the Python standard library's own source, tests left out")
-    path: str | None = Field(None, description="a folder (directory) or a file (jsonl)")
-    pattern: str = Field("**/*", description="which files of a directory, as a glob")
-    text_field: str = Field("text", description="the field of a JSONL line or hub record that holds the text")
-    on_bad_line: Literal["error", "skip"] = Field(
-        "error", description="a JSONL line that cannot be read: stop, or count and go on"
-    )
-    hub_name: str | None = Field(None, description="data set on the hub (extra `hub`)")
-    hub_split: str = Field("train", description="split of the hub data set")
-    hub_token: SecretStr | None = Field(
-        None, description="access token for the hub; never written to the run directory"
-    )
-
-    @model_validator(mode="after")
-    def _complete(self):
-        if self.kind in ("directory", "jsonl") and not self.path:
-            raise ValueError(f"source kind {self.kind!r} needs `path`")
-        if self.kind == "hub" and not self.hub_name:
-            raise ValueError("source kind 'hub' needs `hub_name`")
-        return self
-
-
-class TokenizerConfig(Section):
-    path: str | None = Field(None, description="a tokenizer.json to use; without it one is trained")
-    vocab_size: int = Field(2048, ge=260, description="entries of the byte-level BPE that is trained")
-
-
-class TasksConfig(Section):
-    """Prompt and completion pairs for finetune and align."""
-
-    kind: TaskKind = Field(
-        "python_functions",
-        description="python_functions: signature + docstring -> body, from the corpus; jsonl: a file of pairs",
-    )
-    path: str | None = Field(None, description="the JSONL file")
-    prompt_field: str = Field("prompt", description="its field with the prompt")
-    completion_field: str = Field("completion", description="its field with the completion")
-    max_prompt_tokens: int = Field(64, ge=2, description="longer prompts are left out and counted, never cut")
-    max_completion_tokens: int = Field(64, ge=2, description="longest completion, end-of-sequence token included")
-
-    @model_validator(mode="after")
-    def _complete(self):
-        if self.kind == "jsonl" and not self.path:
-            raise ValueError("task kind 'jsonl' needs `path`")
-        return self
-
-
-class DataConfig(Section):
-    source: SourceConfig = SourceConfig()
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    tasks: TasksConfig = TasksConfig()
-    context_length: int = Field(128, ge=8, description="tokens in a packed training row")
-    held_out_fraction: float = Field(0.05, gt=0.0, lt=1.0, description="share of the files kept for evaluation")
-    max_documents: PositiveInt | None = Field(None, description="use at most so many documents, chosen by the seed")
-    cache_dir: str = Field("~/.cache/tlt_jax/data", description="folder of prepared data, one entry a digest")
-
-
 class OptimizerConfig(Section):
     name: OptimizerName = Field("adamw", description="adamw; lion; muon (matrices by Muon, the rest by AdamW)")
     learning_rate: PositiveFloat = Field(1e-3, description="peak learning rate")
@@ -213,7 +144,7 @@ class WarmupConfig(Section):
     """Supervised warm-up: next-token loss on the completion alone."""
 
     share: Fraction = Field(0.3, description="largest share of the stage's budget")
-    batch_size: PositiveInt = Field(32, description="examples an update")
+    batch_size: PositiveInt = Field(32, description="packed rows an update")
     accumulation: PositiveInt = Field(1, description="microbatches an update; divides batch_size")
     exit_weight: NonNegativeFloat = Field(0.3, description="weight of the early exit's loss")
     eval_every: PositiveInt = Field(25, description="steps between evaluations")
@@ -383,6 +314,13 @@ class Config(Section):
             raise ValueError("stages: each at most once, in the order pretrain, finetune, align")
         if sum(getattr(self.budget, stage) for stage in self.stages) <= 0:
             raise ValueError("budget: the shares of the stages that run add up to 0")
+        tasks = self.data.tasks
+        longest, row = tasks.max_prompt_tokens + tasks.max_completion_tokens, self.data.context_length
+        if "finetune" in self.stages and longest > row + 1:
+            raise ValueError(
+                f"data.tasks.max_prompt_tokens + max_completion_tokens ({longest}) must not exceed"
+                f" data.context_length + 1 ({row + 1}): finetune packs whole tasks into its rows"
+            )
         _divides("pretrain.accumulation", self.pretrain.accumulation, "pretrain.batch_size", self.pretrain.batch_size)
         _divides(
             "speculation.exit_stride", self.speculation.exit_stride, "data.context_length", self.data.context_length

@@ -13,8 +13,8 @@ import numpy as np
 import tokenizers
 
 from tlt_jax.config import ConfigError
+from tlt_jax.config.data_sections import DataConfig
 from tlt_jax.config.load import redacted
-from tlt_jax.config.schema import DataConfig
 from tlt_jax.data import cache
 from tlt_jax.data.packing import PackedRows, pack_documents
 from tlt_jax.data.sources import Document, read_documents

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_jax.config import ConfigError
-from tlt_jax.config.schema import SourceConfig
+from tlt_jax.config.data_sections import SourceConfig
 
 LEFT_OUT_OF_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 

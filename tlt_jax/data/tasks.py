@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tlt_jax.config.schema import DataConfig
+from tlt_jax.config.data_sections import DataConfig
 from tlt_jax.data.functions import extract_functions
 from tlt_jax.data.sources import Document, read_records
 from tlt_jax.data.split import held_out_names

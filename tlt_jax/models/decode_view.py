@@ -43,10 +43,10 @@ Cache = tuple[LayerCache, ...]
 
 
 def decode_view(model: Transformer, dtype: jnp.dtype) -> DecodeView:
-    """The view of the current parameters (pure; jit it)."""
+    """The view of the current parameters (pure; jit it). As in training, the final norm's scale is not cast."""
     layers = tuple(jax.tree.map(lambda a, i=i: a[i].astype(dtype), model.layers) for i in range(model.shape.layers))
     head = None if model.shape.tied else model.head.astype(dtype)
-    return DecodeView(cast(model.embedding, dtype), layers, cast(model.final_norm, dtype), head, model.shape)
+    return DecodeView(cast(model.embedding, dtype), layers, model.final_norm, head, model.shape)
 
 
 def empty_cache(s: ModelShape, slots: int, length: int, dtype: jnp.dtype) -> Cache:

@@ -47,6 +47,19 @@ class MetricsLog:
         self._file = self._open()
         return len(rows) - len(kept)
 
+    def truncate_to(self, count: int) -> int:
+        """Drop every row after the first `count`, atomically; returns how many."""
+        self._file.close()
+        rows = read_rows(self.path)
+        if count < len(rows):
+            write_text_atomically(self.path, "".join(to_json(row) + "\n" for row in rows[:count]))
+        self._file = self._open()
+        return max(len(rows) - count, 0)
+
+    def count(self) -> int:
+        """How many rows the file holds."""
+        return len(read_rows(self.path))
+
     def close(self) -> None:
         """Sync to disk and close; closing twice does no harm."""
         if not self._file.closed:

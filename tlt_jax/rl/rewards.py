@@ -4,6 +4,7 @@ Each is a number in [0, 1]; the config weighs and adds them.
 """
 
 import ast
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ import numpy as np
 
 from tlt_jax.config.schema import RewardWeights
 
+log = logging.getLogger("tlt_jax")
+
 
 @dataclass(frozen=True)
 class Completion:
-    """What a reward sees: texts, tokens (without EOS), whether it ended by itself, and its counts of decoding."""
+    """What a reward sees: texts, tokens (without EOS), whether it ended by itself, its counts of decoding, the real
+    completion, and the name of the task's check."""
 
     prompt: str
     text: str
@@ -23,6 +27,11 @@ class Completion:
     ended: bool
     accepted: int
     target_calls: int
+    reference: str = ""
+    check: str = "python"
+
+
+Reward = Callable[[Sequence[Completion], int], np.ndarray]
 
 
 def python_body(prompt: str, completion: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
@@ -53,15 +62,24 @@ def _bare_constant(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
+def python_check(c: Completion) -> float:
+    """1 for a valid body; 0.2 for one that ends and parses but is trivial; else 0."""
+    if is_valid(c.prompt, c.text, c.ended):
+        return 1.0
+    return 0.2 if c.ended and python_body(c.prompt, c.text) is not None else 0.0
+
+
+def exact_check(c: Completion) -> float:
+    """1 for a completion that ends and equals the real one, white space at its ends aside; else 0."""
+    return float(c.ended and c.text.strip() == c.reference.strip())
+
+
+CHECKS: dict[str, Callable[[Completion], float]] = {"python": python_check, "exact": exact_check}
+
+
 def quality(group: Sequence[Completion], draft_length: int) -> np.ndarray:
-    """1 for a valid completion; 0.2 for one that ends and parses but is trivial; else 0."""
-
-    def score(c: Completion) -> float:
-        if is_valid(c.prompt, c.text, c.ended):
-            return 1.0
-        return 0.2 if c.ended and python_body(c.prompt, c.text) is not None else 0.0
-
-    return np.array([score(c) for c in group], np.float32)
+    """What the task's check gives, 0 to 1; 1 is success."""
+    return np.array([CHECKS[c.check](c) for c in group], np.float32)
 
 
 def diversity(group: Sequence[Completion], draft_length: int) -> np.ndarray:
@@ -77,7 +95,7 @@ def speed(group: Sequence[Completion], draft_length: int) -> np.ndarray:
     return np.array([c.accepted / max(c.target_calls * draft_length, 1) for c in group], np.float32)
 
 
-REWARDS: dict[str, Callable[[Sequence[Completion], int], np.ndarray]] = {
+REWARDS: dict[str, Reward] = {
     "quality": quality,
     "diversity": diversity,
     "speed": speed,
@@ -89,12 +107,26 @@ def score_groups(
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """(weighted sum [B], each reward [B] by name) of completions whose groups lie next to each other.
 
-    Diversity counts for valid completions alone: otherwise noise would be paid for being different.
+    Diversity counts for valid completions alone: otherwise noise would be paid for being different. A reward that
+    raises on a group gives 0 to the group, counted in "failures"; raises RuntimeError if most groups fail.
     """
     groups = [completions[i : i + group_size] for i in range(0, len(completions), group_size)]
+    failures = np.zeros(len(groups), bool)
+
+    def guarded(function: Reward, index: int) -> np.ndarray:
+        try:
+            return function(groups[index], draft_length)
+        except Exception:
+            log.warning("a reward failed on a group of completions", exc_info=True)
+            failures[index] = True
+            return np.zeros(len(groups[index]), np.float32)
+
     parts = {
-        name: np.concatenate([function(group, draft_length) for group in groups]) for name, function in REWARDS.items()
+        name: np.concatenate([guarded(function, i) for i in range(len(groups))]) for name, function in REWARDS.items()
     }
+    if failures.mean() > 0.5:
+        raise RuntimeError(f"rewards failed on {failures.sum()} of {len(groups)} groups")
+    parts["failures"] = np.repeat(failures, [len(group) for group in groups]).astype(np.float32)
     earned = (parts["quality"] >= 1.0).astype(np.float32)
     total = (
         weights.quality * parts["quality"]

@@ -88,7 +88,7 @@ class PPO(Phase):
                 },
             )
             model_scores = (judged["score"] - state.host["score_mean"]) / state.host["score_std"]
-            qualities = quality(self.sampler.completions(rollout), self.sampler.engine.draft_length)
+            qualities = quality(self.sampler.completions(rollout, tasks, chosen), self.sampler.engine.draft_length)
             scores = model_scores + config.quality_coef * qualities
             scores = np.where(rollout.ended_B, scores, config.truncated_reward).astype(np.float32)
             coef, mask = state.host["kl_coef"], rollout.completion_mask_BT

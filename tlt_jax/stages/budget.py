@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tlt_jax.config.base import Stage
 from tlt_jax.config.schema import Config
 
 
@@ -30,18 +31,13 @@ class Budget:
         return min(getattr(spent, self.unit) / self.amount, 1.0) if self.amount > 0 else 1.0
 
 
-def phase_budget(config: Config, stage: str, part: tuple[float, float], before: list[Spent]) -> Budget:
-    """The budget of a phase that takes the `part` (from, to) of its stage, after the phases `before` it.
+def phase_budget(config: Config, stage: Stage, end: float, before: list[Spent]) -> Budget:
+    """The budget of a phase that ends at the share `end` of its stage's, after the stage's phases `before` it.
 
-    Ends are cumulative over the run: what an earlier phase left over or overran is the next one's gain or loss, so the
-    total holds.
+    What an earlier phase of the stage left over or overran is this one's gain or loss, so the stage's total holds.
     """
-    shares: dict[str, float] = {s: getattr(config.budget, s) for s in config.stages}
-    whole = sum(shares.values())
-    names = list(shares)
-    earlier = sum(shares[name] for name in names[: names.index(stage)])
-    end = config.budget.total * (earlier + shares[stage] * part[1]) / whole
+    shares: dict[str, float] = {name: getattr(config.budget, name) for name in config.stages}
+    amount = config.budget.total * end * shares[stage] / sum(shares.values())
     if config.budget.unit != "seconds":
-        end = round(end)
-    used = sum(getattr(spent, config.budget.unit) for spent in before)
-    return Budget(config.budget.unit, max(end - used, 0.0))
+        amount = round(amount)
+    return Budget(config.budget.unit, max(amount - sum(getattr(spent, config.budget.unit) for spent in before), 0.0))

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tlt_jax.config import ConfigError
 from tlt_jax.data import PackedRows, held_out_batches
 from tlt_jax.models.transformer import hidden_states, logits
 from tlt_jax.parallel.sharding import put_batch
-from tlt_jax.rl.rewards import Completion, is_valid
+from tlt_jax.rl.rewards import Completion, quality
 from tlt_jax.stages.models import Models
-from tlt_jax.stages.rollouts import Sampler, real_sequences, request_seeds
+from tlt_jax.stages.rollouts import Sampler, batch_rows, real_sequences, request_seeds
 from tlt_jax.stages.run import Run
 from tlt_jax.train.losses import cross_entropy, weighted_sum
 
@@ -32,11 +31,12 @@ class HeldOutLoss:
 
     def __init__(self, run: Run, rows: PackedRows, limit: int | None):
         self.run, self.rows, self.limit = run, rows, limit
+        self.batch_size = batch_rows(run.config.evaluation.batch_size, run.mesh)
         self._sums = jax.jit(partial(_loss_sums, dtype=run.dtype))
 
     def __call__(self, policy: Any) -> float:
         """Nats a token."""
-        batches = held_out_batches(self.rows, self.run.config.evaluation.batch_size, self.limit)
+        batches = held_out_batches(self.rows, self.batch_size, self.limit)
         with jax.set_mesh(self.run.mesh):
             sums = [
                 self._sums(policy, put_batch(self.run.mesh, {name: a[0] for name, a in batch.items()}))
@@ -46,14 +46,20 @@ class HeldOutLoss:
         return float(total / max(tokens, 1.0))
 
 
+def bits_per_byte(run: Run, rows: PackedRows, limit: int, nats_per_token: float) -> float:
+    """The loss of the first `limit` rows in bits a byte of the text that their targets stand for."""
+    counted = rows.weights[:limit] > 0
+    texts = (
+        run.corpus.tokenizer.decode(targets[inside]) for targets, inside in zip(rows.targets, counted, strict=False)
+    )
+    size = sum(len(text.encode("utf-8", "replace")) for text in texts)
+    return nats_per_token / math.log(2.0) * float(counted.sum()) / max(size, 1)
+
+
 def _loss_sums(policy: Any, batch: dict[str, jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
     _, x_BSD = hidden_states(policy, batch["tokens"], batch["segments"], batch["positions"], dtype=dtype)
     losses_BS = cross_entropy(logits(policy, x_BSD), batch["targets"])
     return weighted_sum(losses_BS, batch["weights"]), batch["weights"].sum()
-
-
-def bits_per_byte(run: Run, nats_per_token: float) -> float:
-    return nats_per_token / math.log(2.0) / run.corpus.bytes_per_token
 
 
 def evaluate_completions(
@@ -65,13 +71,11 @@ def evaluate_completions(
     completion counts as distinct if no other has the same tokens. Also the real completions' likelihood.
     """
     tasks = run.corpus.held_out_tasks
-    if not len(tasks):
-        raise ConfigError(f"stage {stage!r}: the held-out data has no tasks; expected some within `data.tasks`' limits")
     count = min(run.config.evaluation.prompts, len(tasks))
     indices = np.random.default_rng(run.config.run.seed).permutation(len(tasks))[:count]
     # One phase ends with the policy that the next begins with: what was found then holds.
     found = sampler.remembered(models, lambda: _complete(run, sampler, models, indices))
-    _write_samples(run, stage, phase, when, indices, found.completions, found.valid)
+    _write_samples(run, stage, phase, when, found)
     return found.metrics
 
 
@@ -82,8 +86,8 @@ def _complete(run: Run, sampler: Sampler, models: Models, indices: np.ndarray) -
         models, [tasks.prompts[i] for i in indices], request_seeds(run.config.run.seed, "evaluate", 0, count)
     )
     metrics = sampler.metrics(rollout, time.monotonic() - start)
-    completions = sampler.completions(rollout)
-    valid = np.array([is_valid(c.prompt, c.text, c.ended) for c in completions])
+    completions = sampler.completions(rollout, tasks, indices)
+    valid = quality(completions, sampler.engine.draft_length) >= 1.0
     judged = {
         "eval/valid_fraction": float(valid.mean()),
         "eval/distinct_fraction": len({c.tokens.tobytes() for c in completions}) / count,
@@ -104,22 +108,8 @@ def _real_nats(run: Run, sampler: Sampler, models: Models, indices: np.ndarray) 
     return float(-logp[inside].mean())
 
 
-def _write_samples(
-    run: Run, stage: str, phase: str, when: str, indices: np.ndarray, completions: list, valid: np.ndarray
-) -> None:
-    decode = run.corpus.tokenizer.decode
-    for row in range(min(run.config.run.samples, len(completions))):
-        c = completions[row]
-        run.samples.append(
-            {
-                "step": run.step,
-                "stage": stage,
-                "phase": phase,
-                "when": when,
-                "prompt": c.prompt,
-                "completion": c.text,
-                "reference": decode(run.corpus.held_out_tasks.completions[indices[row]]),
-                "valid": bool(valid[row]),
-                "ended": c.ended,
-            }
-        )
+def _write_samples(run: Run, stage: str, phase: str, when: str, found: Evaluation) -> None:
+    for c, valid in list(zip(found.completions, found.valid, strict=True))[: run.config.run.samples]:
+        row = {"step": run.step, "stage": stage, "phase": phase, "when": when}
+        texts = {"prompt": c.prompt, "completion": c.text, "reference": c.reference}
+        run.samples.append({**row, **texts, "valid": bool(valid), "ended": c.ended})

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from tlt_jax.config import ConfigError
 from tlt_jax.data import PackedRows, Tasks, make_loader, pack_examples
 from tlt_jax.data import curriculum as curricula
 from tlt_jax.rl.advantages import group_advantages, token_weights
@@ -31,7 +30,7 @@ class Warmup(Phase):
     def __init__(self, run: Run, models: Models, sampler: Sampler):
         config, context = run.config.finetune.warmup, run.config.data.context_length
         self.run, self.models, self.sampler, self.patience = run, models, sampler, config.patience
-        self.eval_every, self.part = config.eval_every, (0.0, config.share)
+        self.eval_every, self.end = config.eval_every, config.share
         self.roles = policy_roles(
             models.policy.shape, config.optimizer, run.config.speculation.optimizer, config.exit_weight
         )
@@ -43,12 +42,12 @@ class Warmup(Phase):
         )
         self.update = make_update(objective, self.roles, run.mesh)
         self.loader = make_loader(
-            _packed(run.corpus.train_tasks, context, "training"),
+            _packed(run.corpus.train_tasks, context),
             config.batch_size,
             config.accumulation,
             run.config.run.seed + 1,
         )
-        self.held_out = HeldOutLoss(run, _packed(run.corpus.held_out_tasks, context, "held-out"), None)
+        self.held_out = HeldOutLoss(run, _packed(run.corpus.held_out_tasks, context), None)
 
     def init(self) -> PhaseState:
         train = new_state(self.roles, by_role(self.models), self.run.mesh)
@@ -119,7 +118,9 @@ class GroupPolicy(Phase):
             )
         rolled = time.monotonic()
         with run.timed("reward"):
-            completions = self.sampler.completions(rollout)
+            completions = self.sampler.completions(
+                rollout, run.corpus.train_tasks, np.repeat(chosen, config.group_size)
+            )
             rewards, parts = score_groups(
                 completions, config.group_size, config.rewards, self.sampler.engine.draft_length
             )
@@ -161,11 +162,8 @@ class GroupPolicy(Phase):
         return state, evaluate_completions(self.run, self.sampler, models_of(state), self.stage, self.name, when)
 
 
-def _packed(tasks: Tasks, context: int, which: str) -> PackedRows:
-    """The tasks as packed rows whose loss is on the completions alone. An example of more than `context` + 1 tokens
-    cannot be packed."""
-    if not len(tasks):
-        raise ConfigError(f"stage 'finetune': the {which} data has no tasks; expected some within `data.tasks`' limits")
+def _packed(tasks: Tasks, context: int) -> PackedRows:
+    """The tasks as packed rows whose loss is on the completions alone."""
     examples = [
         (np.concatenate([prompt, completion]), np.concatenate([np.zeros(len(prompt)), np.ones(len(completion))]))
         for prompt, completion in zip(tasks.prompts, tasks.completions, strict=True)

@@ -2,11 +2,12 @@
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import jax
 
+from tlt_jax.config.base import Stage
 from tlt_jax.models.declare import flatten, unflatten
 from tlt_jax.parallel.sharding import put_batch
 from tlt_jax.stages.budget import Budget, Spent, phase_budget
@@ -33,13 +34,13 @@ class Step:
 
 
 class Phase:
-    """One phase of a stage. A subclass says where it stands (`stage`, `name`), which part of its stage's budget ends
-    with it (`part`), and how it starts, steps, evaluates and ends early."""
+    """One phase of a stage. A subclass says where it stands (`stage`, `name`), at which share of its stage's budget it
+    ends (`end`), and how it starts, steps, evaluates and ends early."""
 
-    stage: ClassVar[str]
+    stage: ClassVar[Stage]
     name: ClassVar[str]
     eval_every: int
-    part: tuple[float, float] = (0.0, 1.0)
+    end: float = 1.0
 
     def init(self) -> PhaseState:
         """A fresh state, made without much work: it also serves as the target of a restore."""
@@ -102,8 +103,9 @@ class _PhaseRun:
                 self.state = phase.prepare(phase.init())
             run.results.append({"stage": phase.stage, "phase": phase.name, "before": self._evaluate("before")})
         run.document = None  # what it said has been used: later phases start fresh
-        finished = [Spent(**r["spent"]) for r in run.results if r is not self.record]
-        self.budget: Budget = phase_budget(run.config, phase.stage, phase.part, finished)
+        same_stage = [r for r in run.results if r["stage"] == phase.stage and r is not self.record]
+        before = [Spent(**r["spent"]) for r in same_stage]
+        self.budget: Budget = phase_budget(run.config, phase.stage, phase.end, before)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -112,15 +114,18 @@ class _PhaseRun:
     def to_the_end(self) -> PhaseState:
         while not self.done:
             self._clock()
-            if self.budget.progress(self.spent) >= 1.0 or self.phase.ended(self.state):
+            if self.run.stop_signal is None and (
+                self.budget.progress(self.spent) >= 1.0 or self.phase.ended(self.state)
+            ):
                 self._finish()
-                break
-            self._one_step()
+            elif self.run.stop_signal is None:
+                self._one_step()
             if self.run.stop_signal is not None:
-                self._save()
+                if not self.done:
+                    self._save()
                 self.run.store.wait()
                 raise Interrupted(self.run.stop_signal)
-            if self._save_due():
+            if not self.done and self._save_due():
                 self._save()
         return self.state
 
@@ -194,6 +199,7 @@ class _PhaseRun:
         with run.timed("checkpoint"):
             self._clock()
             self._account()
+            assert run.shape is not None
             document = {
                 "stage": self.phase.stage,
                 "phase": self.phase.name,
@@ -204,6 +210,8 @@ class _PhaseRun:
                 "host": self.state.host,
                 "results": run.results,
                 "seconds": run.seconds,
+                "samples": run.samples.count(),
+                "shape": asdict(run.shape),
             }
             run.checkpoint = (run.checkpoint or 0) + 1
             run.store.save(run.checkpoint, flatten(self.state.arrays), document)

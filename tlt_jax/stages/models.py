@@ -8,9 +8,8 @@ import jax
 
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import ConfigError
-from tlt_jax.config.load import read_config_tree
 from tlt_jax.config.schema import Config, ModelConfig, OptimizerConfig
-from tlt_jax.models.declare import flatten, initialise, shardings, unflatten
+from tlt_jax.models.declare import flatten, initialise, shardings, table, unflatten
 from tlt_jax.models.heads import ScalarHead, ShallowExit
 from tlt_jax.models.hf import read_drafter, read_exit, read_shape, read_weights
 from tlt_jax.models.transformer import ModelShape, Transformer
@@ -77,8 +76,8 @@ def model_shape(config: ModelConfig, vocab: int) -> ModelShape:
         return ModelShape(vocab=vocab, **{name: getattr(config, name) for name in names})
     if (source / "config.json").is_file():
         return read_shape(source, *(read_exit(source) or (config.exit_layer, config.exit_rank)))
-    saved = ModelConfig.model_validate({**read_config_tree(source / "config.yaml").get("model", {}), "init_from": None})
-    return model_shape(saved, vocab)
+    with Store(source / "checkpoints", read_only=True) as store:
+        return ModelShape(**store.document(_newest(source, store))["shape"])
 
 
 def tokenizer_path(config: ModelConfig) -> str | None:
@@ -97,23 +96,28 @@ def initial_models(config: Config, vocab: int, mesh: jax.sharding.Mesh) -> Model
     source = _source(config.model)
     if source is None:
         return Models(initialise(transformer(shape), mesh, keys[0]), exit)
-    if (source / "config.json").is_file():
-        weights, drafter = read_weights(source, shape), read_drafter(source, shape)
-    else:
-        weights, drafter = _read_run(source)
+    if not (source / "config.json").is_file():
+        return saved_models(source, mesh)
+    weights, drafter = read_weights(source, shape), read_drafter(source, shape)
     policy = place(weights, transformer(shape), mesh)
     return Models(policy, place(drafter, shallow_exit(shape), mesh) if drafter else exit)
 
 
-def saved_models(config: Config, folder: Path, mesh: jax.sharding.Mesh) -> Models:
-    """The models in the newest checkpoint of a run directory of `config`'s shape."""
-    policy, exit = _read_run(folder)
-    shape = model_shape(config.model, policy["embedding"].shape[0])
-    return Models(place(policy, transformer(shape), mesh), place(exit, shallow_exit(shape), mesh))
+def saved_models(folder: Path, mesh: jax.sharding.Mesh) -> Models:
+    """The models in the newest checkpoint of a run directory. Raises ConfigError if it holds none."""
+    with Store(folder / "checkpoints", read_only=True) as store:
+        step = _newest(folder, store)
+        shape, arrays = ModelShape(**store.document(step)["shape"]), store.restore_host(step)
+    builds = {"policy": transformer(shape), "exit": shallow_exit(shape)}
+    return Models(**{name: place(_part(arrays, name), build, mesh) for name, build in builds.items()})
 
 
 def place(flat: dict[str, Any], build: Build, mesh: jax.sharding.Mesh) -> Any:
-    """The module of host arrays {path: array}, laid out on the mesh."""
+    """The module of host arrays {path: array}, laid out on the mesh. Raises ConfigError where they do not fit it."""
+    for path, spec in table(build).items():
+        if path not in flat or flat[path].shape != spec.shape:
+            found = flat[path].shape if path in flat else "missing"
+            raise ConfigError(f"`model`: the array {path} is {found}; expected {spec.shape}")
     wanted = shardings(build, mesh)
     return jax.device_put(unflatten(wanted, flat), wanted)
 
@@ -135,16 +139,14 @@ def _source(config: ModelConfig) -> Path | None:
     )
 
 
-def _read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The policy and exit in the newest checkpoint of a run directory."""
-    with Store(folder / "checkpoints", keep=None) as store:
-        step = store.newest()
-        if step is None:
-            raise ConfigError(f"`model.init_from` is {str(folder)!r}, which holds no whole checkpoint")
-        arrays = store.restore_host(step)
-    parts = []
-    for name in ("policy", "exit"):
-        # A phase keeps a model either among what it trains or beside it.
-        prefix = next(p for p in (f"train/params/{name}/", f"{name}/") if any(path.startswith(p) for path in arrays))
-        parts.append({path.removeprefix(prefix): array for path, array in arrays.items() if path.startswith(prefix)})
-    return parts[0], parts[1]
+def _newest(folder: Path, store: Store) -> int:
+    step = store.newest()
+    if step is None:
+        raise ConfigError(f"run directory {str(folder)!r} holds no whole checkpoint")
+    return step
+
+
+def _part(arrays: dict[str, Any], name: str) -> dict[str, Any]:
+    """The arrays of one model; a phase keeps it either among what it trains or beside it."""
+    prefix = next(p for p in (f"train/params/{name}/", f"{name}/") if any(path.startswith(p) for path in arrays))
+    return {path.removeprefix(prefix): array for path, array in arrays.items() if path.startswith(prefix)}

@@ -48,7 +48,7 @@ def run_all(config: Config) -> StageResult:
         try:
             if run.finished:
                 log.info("this run is finished (%d steps); nothing is left to do", run.step)
-                models = saved_models(config, run.folder, run.mesh)
+                models = saved_models(run.folder, run.mesh)
             else:
                 models = _run_stages(run, config.stages, None)
                 _finish(run, models)
@@ -76,7 +76,7 @@ def export_run(run_dir: Path, folder: Path) -> None:
     """Writes the model of a run directory's newest checkpoint as a Hugging Face directory. Raises ConfigError."""
     config = load_config(run_dir / "config.yaml")
     tokenizer = load_tokenizer(run_dir / "tokenizer.json")
-    models = saved_models(config, run_dir, make_mesh(MeshConfig()))
+    models = saved_models(run_dir, make_mesh(MeshConfig()))
     export(
         folder,
         models.policy.shape,
@@ -99,27 +99,35 @@ def _run_one(config: Config, stage: str, models: Models | None) -> StageResult:
 
 
 def _run_stages(run: Run, stages: Sequence[str], models: Models | None) -> Models:
-    models = models or _first_models(run, stages)
+    _check_place(run, stages)
+    _check_tasks(run, stages)
+    if models is None:
+        models = _first_models(run, stages)
+    run.shape = models.policy.shape
     run.facts["parameters"] = sum(array.size for array in host_copy(models.policy).values())
     run.write_results()
-    sampler = Sampler(run, models.policy.shape)
+    sampler = Sampler(run, run.shape)
     for stage in stages:
         # A stage that is past gives its successor the shapes alone: what it restores from was saved later.
-        if is_past(run, *last_phase(stage)):
-            continue
-        models = STAGES[stage](run, models, sampler)
+        if not is_past(run, *last_phase(stage)):
+            models = STAGES[stage](run, models, sampler)
     return models
 
 
 def _first_models(run: Run, stages: Sequence[str]) -> Models:
     """What the first of `stages` starts from: the models of an earlier stage that this run directory holds, else those
     that the config names. Where the run goes on within `stages`, they are restored later, and these lend their shapes.
-
-    Raises ConfigError where the run directory stands elsewhere.
     """
+    if run.document and run.document["stage"] not in stages:
+        return saved_models(run.folder, run.mesh)
+    return initial_models(run.config, run.corpus.tokenizer.vocab_size, run.mesh)
+
+
+def _check_place(run: Run, stages: Sequence[str]) -> None:
+    """Raises ConfigError where the run directory stands behind `stages`, or in the middle of another stage."""
     document = run.document
     if document is None or document["stage"] in stages:
-        return initial_models(run.config, run.corpus.tokenizer.vocab_size, run.mesh)
+        return
     if is_past(run, *last_phase(stages[-1])):
         raise ConfigError(f"the run in {str(run.folder)!r} is already past {stages[-1]!r}; expected a new run.name")
     if not document["done"] or (document["stage"], document["phase"]) != last_phase(document["stage"]):
@@ -127,7 +135,16 @@ def _first_models(run: Run, stages: Sequence[str]) -> Models:
             f"the run in {str(run.folder)!r} stands in the middle of {document['stage']!r};"
             f" expected that stage in `stages` ({list(stages)}), or a new run.name"
         )
-    return saved_models(run.config, run.folder, run.mesh)
+
+
+def _check_tasks(run: Run, stages: Sequence[str]) -> None:
+    """Raises ConfigError, before anything is trained, if a later stage would find no tasks."""
+    sides = {"training": run.corpus.train_tasks, "held-out": run.corpus.held_out_tasks}
+    for which, tasks in sides.items():
+        if not len(tasks) and set(stages) - {"pretrain"}:
+            raise ConfigError(
+                f"`data.tasks`: the {which} data has no tasks within its limits; expected some, for {stages[-1]!r}"
+            )
 
 
 def _finish(run: Run, models: Models) -> None:

@@ -32,7 +32,8 @@ class Pretrain(Phase):
         )
         self.update = make_update(objective, self.roles, run.mesh)
         self.loader = make_loader(run.corpus.train, config.batch_size, config.accumulation, run.config.run.seed)
-        self.held_out = HeldOutLoss(run, run.corpus.held_out, config.eval_rows)
+        self.rows = config.eval_rows
+        self.held_out = HeldOutLoss(run, run.corpus.held_out, self.rows)
 
     def init(self) -> PhaseState:
         train = new_state(self.roles, by_role(self.models), self.run.mesh)
@@ -45,7 +46,10 @@ class Pretrain(Phase):
 
     def evaluate(self, state: PhaseState, when: str) -> tuple[PhaseState, dict[str, float]]:
         loss = self.held_out(state.arrays["train"].params["policy"])
-        metrics = {"eval/loss": loss, "eval/bits_per_byte": bits_per_byte(self.run, loss)}
+        metrics = {
+            "eval/loss": loss,
+            "eval/bits_per_byte": bits_per_byte(self.run, self.run.corpus.held_out, self.rows, loss),
+        }
         if when != "during" and len(self.run.corpus.held_out_tasks):
             metrics |= evaluate_completions(self.run, self.sampler, models_of(state), self.stage, self.name, when)
         return state, metrics

@@ -31,7 +31,7 @@ class RewardModel(Phase):
     def __init__(self, run: Run, models: Models, sampler: Sampler):
         self.config = config = run.config.align.reward_model
         self.run, self.models, self.sampler = run, models, sampler
-        self.eval_every, self.part = config.eval_every, (0.0, config.share)
+        self.eval_every, self.end = config.eval_every, config.share
         shape = models.policy.shape
         self.roles = {
             "reward_trunk": Role(transformer(shape), config.optimizer),
@@ -79,7 +79,9 @@ class RewardModel(Phase):
             "eval/pairs": len(chosen),
             "eval/training_pairs": len(train["chosen"]),
         }
-        host = {"score_mean": float(rejected.mean()), "score_std": float(max(rejected.std(), 1e-3))}
+        # Scores that hardly differ, as before training, are not blown up to unit deviation.
+        spread = float(rejected.std())
+        host = {"score_mean": float(rejected.mean()), "score_std": spread if spread > 0.05 else 1.0}
         return PhaseState(state.arrays, host), metrics
 
     def _scores(self, state: PhaseState, pairs: Pairs, side: str) -> np.ndarray:
@@ -124,7 +126,7 @@ class RewardModel(Phase):
             for row in np.flatnonzero(rollout.ended_B & near & ~copied):
                 kind = "equal" if own[row] == ours[row] else "longer" if ours[row] > own[row] else "shorter"
                 found[kind].append((real[row], int(length[row]), rollout.tokens_BT[row], int(rollout.length_B[row])))
-        both = min(len(found["longer"]), len(found["shorter"]))
+        both = min(len(found["longer"]), len(found["shorter"]), max(wanted - len(found["equal"]), 0) // 2)
         kept = (found["equal"] + found["longer"][:both] + found["shorter"][:both])[:wanted]
         if not kept:
             raise ConfigError(

@@ -79,20 +79,21 @@ class Sampler:
         speed = float(rollout.completion_length_B.sum() / max(seconds, 1e-9))
         return {**rollout_metrics(rollout, self.engine.draft_length), "rollout/tokens_per_second": speed}
 
-    def completions(self, rollout: Rollout) -> list[Completion]:
-        """What the rewards see."""
-        decode = self.run.corpus.tokenizer.decode
+    def completions(self, rollout: Rollout, tasks: Tasks, indices: Sequence[int] | np.ndarray) -> list[Completion]:
+        """What the rewards see of a rollout of the tasks that `indices` pick."""
+        decode, check = self.run.corpus.tokenizer.decode, self.run.config.data.tasks.check
         return [
-            Completion(decode(row[:start]), decode(tokens), tokens, bool(ended), int(accepted), int(calls))
-            for row, start, tokens, ended, accepted, calls in zip(
-                rollout.tokens_BT,
-                rollout.prompt_length_B,
-                rollout.completions(),
-                rollout.ended_B,
-                rollout.accepted_B,
-                rollout.target_calls_B,
-                strict=True,
+            Completion(
+                prompt=decode(rollout.tokens_BT[row, : rollout.prompt_length_B[row]]),
+                text=decode(tokens),
+                tokens=tokens,
+                ended=bool(rollout.ended_B[row]),
+                accepted=int(rollout.accepted_B[row]),
+                target_calls=int(rollout.target_calls_B[row]),
+                reference=decode(tasks.completions[indices[row]]),
+                check=check,
             )
+            for row, tokens in enumerate(rollout.completions())
         ]
 
     def log_probs(self, policy: Any, tokens_BT: np.ndarray, length_B: np.ndarray) -> np.ndarray:
@@ -103,6 +104,12 @@ class Sampler:
             lambda b: self._log_probs(policy, b["tokens"], b["segments"]),
             {"tokens": tokens_BT, "segments": segments(tokens_BT, length_B)},
         )
+
+
+def batch_rows(wanted: int, mesh: jax.sharding.Mesh) -> int:
+    """`wanted` rows, rounded up to what the mesh's batch axes divide."""
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    return -(-wanted // parts) * parts
 
 
 def by_batches(mesh: jax.sharding.Mesh, size: int, function: Any, batch: dict[str, np.ndarray]) -> Any:

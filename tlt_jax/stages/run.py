@@ -17,6 +17,7 @@ from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config, ConfigError, dump_config
 from tlt_jax.config.load import read_config_tree, redacted
 from tlt_jax.data import Corpus, prepare
+from tlt_jax.models.transformer import ModelShape
 from tlt_jax.observe import (
     MetricsLog,
     Progress,
@@ -30,6 +31,7 @@ from tlt_jax.observe import (
 )
 from tlt_jax.parallel.mesh import compute_dtype, make_mesh, set_up_devices
 from tlt_jax.stages.models import tokenizer_path
+from tlt_jax.text import save as save_tokenizer
 
 log = logging.getLogger("tlt_jax")
 
@@ -67,11 +69,13 @@ class Run:
         self.config, self.folder, self.corpus, self.store, self.progress = config, folder, corpus, store, progress
         self.mesh = make_mesh(config.device.mesh)
         self.dtype = compute_dtype(config.device)
+        check_batches(config, self.mesh.shape["data"] * self.mesh.shape["fsdp"])
         self.checkpoint = store.newest()
         self.document = None if self.checkpoint is None else store.document(self.checkpoint)
         self.step: int = self.document["step"] if self.document else 0
         self.results: list[dict[str, Any]] = self.document["results"] if self.document else []
         self.facts: dict[str, Any] = {}
+        self.shape: ModelShape | None = None
         self.metrics = MetricsLog(folder / "metrics.jsonl")
         self.samples = MetricsLog(folder / "samples.jsonl")
         self.trackers: list[Tracker] = []
@@ -113,6 +117,22 @@ class Run:
         write_json(self.folder / "results.json", {"facts": self.facts, "phases": self.results, "finished": finished})
 
 
+def check_batches(config: Config, parts: int) -> None:
+    """Raises ConfigError for a batch that `parts`, the devices that split it, do not divide."""
+    pretrain, warmup, reward = config.pretrain, config.finetune.warmup, config.align.reward_model
+    microbatches = {
+        "pretrain": ("pretrain.batch_size / accumulation", pretrain.batch_size // pretrain.accumulation),
+        "finetune": ("finetune.warmup.batch_size / accumulation", warmup.batch_size // warmup.accumulation),
+        "align": ("align.reward_model.batch_size", reward.batch_size),
+    }
+    for stage in config.stages:
+        key, rows = microbatches[stage]
+        if rows % parts:
+            raise ConfigError(
+                f"`{key}` is {rows}; expected a multiple of {parts}, the devices that split a batch (`device.mesh`)"
+            )
+
+
 @contextmanager
 def open_run(config: Config) -> Iterator[Run]:
     """Opens (or goes on with) the run directory of `config`, prepares devices and data, and closes everything after.
@@ -139,14 +159,14 @@ def open_run(config: Config) -> Iterator[Run]:
         progress = stack.enter_context(Progress())
         log.info("%s: %s", config.run.name, ", ".join(config.stages))
         corpus = prepare(config.data, config.run.seed, tokenizer_path(config.model), progress.prepare)
-        write_text_atomically(folder / "tokenizer.json", corpus.tokenizer.json)
+        save_tokenizer(corpus.tokenizer, folder)
         store = stack.enter_context(Store(folder / "checkpoints", config.checkpoint.keep))
         run = Run(config, folder, corpus, store, progress)
         stack.enter_context(run.metrics)
         stack.enter_context(run.samples)
         run.metrics.truncate_after(run.step)
-        run.samples.truncate_after(run.step)
-        run.trackers = open_trackers(config.run.trackers, folder, run.step + 1 if run.step else None)
+        run.samples.truncate_to(run.document["samples"] if run.document else 0)
+        run.trackers = open_trackers(config.run.trackers, folder, run.step + 1)
         for tracker in run.trackers:
             stack.callback(tracker.close)
         stack.enter_context(_signals(run))

@@ -45,21 +45,21 @@ def _lion(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation
 
 
 def _muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024) on the layers' matrices, AdamW on embedding, head, norms and vectors."""
+    """Muon (Jordan et al. 2024) on the layers' matrices, Adam with Nesterov momentum on all else."""
     adam_rate = config.adam_learning_rate or config.learning_rate
 
     def dimensions(params):
         return unflatten(params, {path: _muon_dimensions(specs[path]) for path in flatten(params)})
 
-    return optax.contrib.muon(
+    muon = optax.contrib.muon(
         1.0,
         adam_b1=config.beta1,
         adam_b2=config.beta2,
-        weight_decay=config.weight_decay,
-        weight_decay_mask=_matrices(specs),
         adam_learning_rate=adam_rate / config.learning_rate,
         muon_weight_dimension_numbers=dimensions,
     )
+    # What leaves muon is the step itself, so decay enters with a minus sign.
+    return optax.chain(muon, optax.add_decayed_weights(-config.weight_decay, _matrices(specs)))
 
 
 def _muon_dimensions(spec: ParamSpec) -> optax.contrib.MuonDimensionNumbers | None:

@@ -1,0 +1,34 @@
+"""What the sections share: their base class, the names that they offer, and their number types.
+
+Where a name selects an implementation, a registry beside the implementations holds the same names; a test compares
+them. No JAX is imported here or in any section, so that `validate` answers at once.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Stage = Literal["pretrain", "finetune", "align"]
+Drafter = Literal["shallow", "ngram", "off"]
+OptimizerName = Literal["adamw", "lion", "muon"]
+DecayName = Literal["cosine", "linear", "wsd"]
+RematPolicy = Literal["none", "dots", "full"]
+SourceKind = Literal["stdlib", "directory", "jsonl", "hub"]
+TaskKind = Literal["python_functions", "jsonl"]
+CheckName = Literal["python", "exact"]
+KLEstimator = Literal["k1", "k2", "k3"]
+KLController = Literal["fixed", "adaptive"]
+Aggregation = Literal["token_mean", "sequence_mean"]
+RewardName = Literal["quality", "diversity", "speed"]
+TrackerName = Literal["tensorboard"]
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are refused, types are not coerced, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
