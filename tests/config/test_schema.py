@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from tlt_jax.config import Config, schema
+from tlt_jax.config import Config, base, schema
 from tlt_jax.config.load import all_keys
 
 PACKAGE = Path(schema.__file__).parents[1]
@@ -96,14 +96,14 @@ def registries():
 
 @pytest.mark.parametrize("literal", ["OptimizerName", "Drafter", "RewardName", "TrackerName", "SourceKind", "Stage"])
 def test_the_registry_holds_what_the_config_offers(literal):
-    assert list(typing.get_args(getattr(schema, literal))) == list(registries()[literal])
+    assert list(typing.get_args(getattr(base, literal))) == list(registries()[literal])
 
 
 def test_every_reward_has_a_weight():
-    assert list(schema.RewardWeights.model_fields) == list(typing.get_args(schema.RewardName))
+    assert list(schema.RewardWeights.model_fields) == list(typing.get_args(base.RewardName))
 
 
 def test_every_stage_has_a_share_and_a_section():
-    for stage in typing.get_args(schema.Stage):
+    for stage in typing.get_args(base.Stage):
         assert stage in schema.BudgetConfig.model_fields
         assert stage in Config.model_fields

@@ -15,7 +15,7 @@ from tlt_jax.config import ConfigError
 from tlt_jax.config.data_sections import DataConfig, SourceConfig, TasksConfig, TokenizerConfig
 from tlt_jax.data import prepare
 from tlt_jax.data.packing import ROW_FIELDS
-from tlt_jax.text import save, train_tokenizer
+from tlt_jax.text import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = 'def f{i}(x):\n    """Adds {i} to é."""\n    # step {i}\n    return x + {i}\n'
@@ -143,9 +143,9 @@ def test_digest_depends_on_what_matters(folder, tmp_path):
     secret = SourceConfig(kind="directory", path=str(folder / "corpus"), hub_token="secret")
     assert digest(source=secret) == base
     changed = [digest(seed=1), digest(context_length=32), digest(max_documents=20)]
-    save(train_tokenizer(["other text"] * 9, 270), tmp_path / "tokenizer")
+    train_tokenizer(["other text"] * 9, 270).save(tmp_path / "tokenizer")
     changed.append(digest(path=str(tmp_path / "tokenizer")))
-    save(train_tokenizer(["another text"] * 9, 270), tmp_path / "tokenizer")  # the same path, other bytes
+    train_tokenizer(["another text"] * 9, 270).save(tmp_path / "tokenizer")  # the same path, other bytes
     changed.append(digest(path=str(tmp_path / "tokenizer")))
     (folder / "corpus" / "00.py").write_text("x = 1\n")
     changed.append(digest())
@@ -166,7 +166,7 @@ def test_digest_depends_on_the_file_of_tasks(folder):
 
 def test_a_given_tokenizer_is_used_and_the_configs_goes_first(folder, tmp_path):
     for name, text in [("a", "aaaa"), ("b", "bbbb")]:
-        save(train_tokenizer([text] * 9, 260), tmp_path / name)
+        train_tokenizer([text] * 9, 260).save(tmp_path / name)
     theirs = prepare(config_of(folder), 0, str(tmp_path / "a"), quiet).tokenizer
     assert theirs.json == (tmp_path / "a" / "tokenizer.json").read_text()
     config = config_of(folder, tokenizer=TokenizerConfig(path=str(tmp_path / "b" / "tokenizer.json")))

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from tlt_jax.config import ConfigError
-from tlt_jax.text import load_tokenizer, save, train_tokenizer
+from tlt_jax.text import load_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 STORIES = ROOT.parent / "shared" / "data" / "stories260k" / "hf"
@@ -92,7 +92,7 @@ def test_too_small_a_vocabulary_is_refused():
 
 
 def test_saved_and_loaded_again_is_the_same(tokenizer, tmp_path):
-    save(tokenizer, tmp_path / "out")
+    tokenizer.save(tmp_path / "out")
     again = load_tokenizer(tmp_path / "out")
     assert again.json == tokenizer.json
     assert (again.bos_id, again.eos_id) == (tokenizer.bos_id, tokenizer.eos_id)
@@ -110,7 +110,7 @@ def test_exported_file_puts_bos_first_for_other_readers_but_never_for_us(tokeniz
 @pytest.mark.torch
 def test_transformers_reads_what_we_save(tokenizer, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs the extra `parity`")
-    save(tokenizer, tmp_path)
+    tokenizer.save(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)
     for text in TEXTS[:2]:

@@ -24,12 +24,12 @@ UNSEALED = "it has no manifest: its saving was interrupted"
 
 
 class Store:
-    """The newest `keep` checkpoints in one folder. Leaving it as a context waits for the last save.
+    """The newest `keep` checkpoints (None: all) in one folder. Leaving it as a context waits for the last save.
 
     A read-only store may be opened on the folder of a run that is going on: it changes nothing there.
     """
 
-    def __init__(self, folder: Path, keep: int = 2, read_only: bool = False):
+    def __init__(self, folder: Path, keep: int | None = None, read_only: bool = False):
         self.folder = folder.absolute()
         self._manifests = self.folder / "manifests"
         self._keep, self._read_only = keep, read_only
@@ -124,7 +124,7 @@ class Store:
             partial = self._manifests / f"{step}.json.partial"
             partial.write_text(json.dumps(_digests(self._path(step)), indent=0, sort_keys=True))
             partial.replace(self._manifests / f"{step}.json")
-            for old in sorted(self._manager.all_steps())[: -self._keep]:
+            for old in sorted(self._manager.all_steps())[: -self._keep] if self._keep else []:
                 self._manager.delete(old)
                 (self._manifests / f"{old}.json").unlink(missing_ok=True)
         except BaseException as error:  # handed to the next save, wait or close
@@ -140,6 +140,8 @@ class Store:
         try:
             expected = json.loads(manifest.read_text())
         except ValueError:
+            expected = None
+        if not isinstance(expected, dict):
             return "its manifest cannot be read"
         found = _digests(self._path(step))
         wrong = [name for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]

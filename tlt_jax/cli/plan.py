@@ -49,6 +49,7 @@ def print_plan(config: Config) -> None:
 
 
 def parameters(shape: ModelShape) -> int:
+    """How many numbers a model of this shape holds."""
     return sum(math.prod(spec.shape) for spec in table(lambda d: Transformer(shape, d)).values())
 
 

@@ -31,4 +31,4 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 class Section(BaseModel):
     """Base of every section: unknown keys are refused, types are not coerced, values do not change."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)

@@ -14,6 +14,8 @@ from tlt_jax.config.base import (
 
 
 class SourceConfig(Section):
+    """Where documents come from."""
+
     kind: SourceKind = Field("stdlib", description="stdlib: the Python standard library's own source, tests left out")
     path: str | None = Field(None, description="a folder (directory) or a file (jsonl)")
     pattern: str = Field("**/*", description="which files of a directory, as a glob")
@@ -37,6 +39,8 @@ class SourceConfig(Section):
 
 
 class TokenizerConfig(Section):
+    """The tokenizer: given, or trained on the training documents."""
+
     path: str | None = Field(None, description="a tokenizer.json to use; without it one is trained")
     vocab_size: int = Field(2048, ge=260, description="entries of the byte-level BPE that is trained")
 
@@ -65,6 +69,8 @@ class TasksConfig(Section):
 
 
 class DataConfig(Section):
+    """Documents, tokenizer, tasks, and how they are packed and split."""
+
     source: SourceConfig = SourceConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     tasks: TasksConfig = TasksConfig()

@@ -24,6 +24,8 @@ from tlt_jax.config.data_sections import DataConfig
 
 
 class RunConfig(Section):
+    """The run: its name, its directory, its seed, and what it leaves."""
+
     name: str = Field("run", min_length=1, description="name of the run directory below output_dir")
     output_dir: str = Field("runs", description="folder that holds run directories")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="seeds initialisation, data order and sampling")
@@ -47,11 +49,13 @@ class MeshConfig(Section):
     def _sizes(self):
         sizes = [self.data, self.fsdp, self.tensor]
         if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
-            raise ValueError("mesh sizes are positive, with -1 (what is left) on one axis at most")
+            raise ValueError(f"sizes are {sizes}; expected positive ones, with -1 (what is left) on one axis at most")
         return self
 
 
 class DeviceConfig(Section):
+    """Where the run computes, and in which type."""
+
     platform: Literal["auto", "cpu", "gpu", "tpu"] = Field("auto", description="where to run")
     cpu_devices: PositiveInt = Field(
         1, description="simulated devices on the CPU; 2 use two cores better than one does"
@@ -102,6 +106,8 @@ class ModelConfig(Section):
 
 
 class OptimizerConfig(Section):
+    """An optimiser of optax and its learning rate over a phase."""
+
     name: OptimizerName = Field("adamw", description="adamw; lion; muon (matrices by Muon, the rest by AdamW)")
     learning_rate: PositiveFloat = Field(1e-3, description="peak learning rate")
     adam_learning_rate: PositiveFloat | None = Field(
@@ -130,6 +136,8 @@ class BudgetConfig(Section):
 
 
 class PretrainConfig(Section):
+    """Stage 1: next-token training."""
+
     batch_size: PositiveInt = Field(32, description="rows of context_length tokens an update")
     accumulation: PositiveInt = Field(1, description="microbatches an update; divides batch_size")
     exit_weight: NonNegativeFloat = Field(
@@ -153,6 +161,8 @@ class WarmupConfig(Section):
 
 
 class RewardWeights(Section):
+    """Weights of the finetune stage's rewards."""
+
     quality: NonNegativeFloat = Field(1.0, description="checkable quality of the completion, 0 to 1")
     diversity: NonNegativeFloat = Field(0.3, description="difference from the rest of the group, 0 to 1")
     speed: NonNegativeFloat = Field(
@@ -161,6 +171,8 @@ class RewardWeights(Section):
 
 
 class CurriculumConfig(Section):
+    """From short completions to all, by success."""
+
     phases: PositiveInt = Field(5, description="phases from short completions to all")
     advance_at: Fraction = Field(0.4, description="success rate (running mean) that moves to the next phase")
     smoothing: float = Field(0.7, ge=0.0, lt=1.0, description="weight of the past in the running mean")
@@ -192,6 +204,8 @@ class GroupPolicyConfig(Section):
 
 
 class FinetuneConfig(Section):
+    """Stage 2: a supervised warm-up, then reinforcement learning on checkable rewards."""
+
     warmup: WarmupConfig = WarmupConfig()
     policy: GroupPolicyConfig = GroupPolicyConfig()
 
@@ -209,6 +223,8 @@ class RewardModelConfig(Section):
 
 
 class PPOConfig(Section):
+    """Proximal policy optimisation against the reward model."""
+
     prompts: PositiveInt = Field(64, description="prompts a step, one completion each")
     epochs: PositiveInt = Field(2, description="passes over a step's rollouts")
     minibatches: PositiveInt = Field(2, description="updates a pass; divides prompts")
@@ -240,11 +256,15 @@ class PPOConfig(Section):
 
 
 class AlignConfig(Section):
+    """Stage 3: a reward model, then PPO."""
+
     reward_model: RewardModelConfig = RewardModelConfig()
     ppo: PPOConfig = PPOConfig()
 
 
 class SpeculationConfig(Section):
+    """How rollouts are decoded: the drafter, its training, and the pool of slots."""
+
     drafter: Drafter = Field(
         "shallow", description="who proposes tokens: the first layers, n-grams of the sequence, or nobody"
     )
@@ -278,11 +298,15 @@ class SamplingConfig(Section):
 
 
 class EvaluationConfig(Section):
+    """What evaluations look at."""
+
     prompts: PositiveInt = Field(256, description="held-out prompts completed at each evaluation of completions")
     batch_size: PositiveInt = Field(64, description="rows of an evaluation's batch")
 
 
 class CheckpointConfig(Section):
+    """When checkpoints are saved, and how many are kept."""
+
     every_steps: PositiveInt | None = Field(None, description="save each so many steps")
     every_seconds: PositiveFloat | None = Field(120.0, description="save each so many seconds")
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
@@ -311,7 +335,7 @@ class Config(Section):
     def _consistent(self):
         order = ["pretrain", "finetune", "align"]
         if self.stages != [stage for stage in order if stage in self.stages]:
-            raise ValueError("stages: each at most once, in the order pretrain, finetune, align")
+            raise ValueError(f"stages is {self.stages}; expected each at most once, in the order {order}")
         if sum(getattr(self.budget, stage) for stage in self.stages) <= 0:
             raise ValueError("budget: the shares of the stages that run add up to 0")
         tasks = self.data.tasks

@@ -35,6 +35,8 @@ class DecodeView:
 @partial(jax.tree_util.register_dataclass, data_fields=["key_BTKN", "value_BTKN"], meta_fields=[])
 @dataclass(frozen=True)
 class LayerCache:
+    """One layer's keys and values, in the compute type."""
+
     key_BTKN: jax.Array
     value_BTKN: jax.Array
 
@@ -56,6 +58,7 @@ def empty_cache(s: ModelShape, slots: int, length: int, dtype: jnp.dtype) -> Cac
 
 
 def embed(view: DecodeView, tokens_BW: jax.Array) -> jax.Array:
+    """The embeddings [B, W, D] of the tokens."""
     return constrain(view.embedding[tokens_BW], "batch", None, None)
 
 

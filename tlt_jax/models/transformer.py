@@ -40,6 +40,8 @@ class ModelShape:
 
 
 class Attention(nnx.Module):
+    """Projections of grouped-query attention."""
+
     def __init__(self, s: ModelShape, declare: Declare):
         std = s.width**-0.5
         hf = "model.layers.{layer}.self_attn."
@@ -60,6 +62,8 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
+    """Projections of the gated MLP."""
+
     def __init__(self, s: ModelShape, declare: Declare):
         up = ((s.width, s.hidden), ("embed", "hidden"), s.width**-0.5)
         hf = "model.layers.{layer}.mlp."
@@ -76,6 +80,8 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
+    """One layer's arrays."""
+
     def __init__(self, s: ModelShape, declare: Declare):
         self.shape = s
         self.attention_norm = declare(

@@ -35,14 +35,17 @@ def untrained(models: Models, roles: dict[str, Any]) -> dict[str, Any]:
 
 
 def transformer(shape: ModelShape) -> Build:
+    """Builds the policy's module."""
     return lambda declare: Transformer(shape, declare)
 
 
 def shallow_exit(shape: ModelShape) -> Build:
+    """Builds the shallow drafter's module."""
     return lambda declare: ShallowExit(shape, declare)
 
 
 def scalar_head(shape: ModelShape) -> Build:
+    """Builds the module of values and rewards."""
     return lambda declare: ScalarHead(shape, declare)
 
 

@@ -16,6 +16,8 @@ from tlt_jax.train.step import make_update
 
 
 class Pretrain(Phase):
+    """Next-token training; evaluated by held-out loss, bits per byte and completions."""
+
     stage = name = "pretrain"
 
     def __init__(self, run: Run, models: Models, sampler: Sampler):

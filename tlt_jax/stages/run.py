@@ -31,7 +31,6 @@ from tlt_jax.observe import (
 )
 from tlt_jax.parallel.mesh import compute_dtype, make_mesh, set_up_devices
 from tlt_jax.stages.models import tokenizer_path
-from tlt_jax.text import save as save_tokenizer
 
 log = logging.getLogger("tlt_jax")
 
@@ -159,7 +158,7 @@ def open_run(config: Config) -> Iterator[Run]:
         progress = stack.enter_context(Progress())
         log.info("%s: %s", config.run.name, ", ".join(config.stages))
         corpus = prepare(config.data, config.run.seed, tokenizer_path(config.model), progress.prepare)
-        save_tokenizer(corpus.tokenizer, folder)
+        corpus.tokenizer.save(folder)
         store = stack.enter_context(Store(folder / "checkpoints", config.checkpoint.keep))
         run = Run(config, folder, corpus, store, progress)
         stack.enter_context(run.metrics)

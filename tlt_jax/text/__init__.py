@@ -1,5 +1,5 @@
 """Tokenizers: training, loading, saving, and encoding that never makes a special token out of text."""
 
-from tlt_jax.text.tokenizer import Tokenizer, load_tokenizer, save, train_tokenizer
+from tlt_jax.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
-__all__ = ["Tokenizer", "load_tokenizer", "save", "train_tokenizer"]
+__all__ = ["Tokenizer", "load_tokenizer", "train_tokenizer"]

@@ -65,6 +65,22 @@ class Tokenizer:
         """The name of one token, as the vocabulary spells it."""
         return self.backend.id_to_token(token_id)
 
+    def save(self, folder: str | Path) -> None:
+        """Writes tokenizer.json and tokenizer_config.json into `folder`, as transformers' PreTrainedTokenizerFast reads
+        them.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.json").write_text(self.json, encoding="utf-8")
+        bos = None if self.bos_id is None else self.token(self.bos_id)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": bos,
+            "eos_token": self.token(self.eos_id),
+            "clean_up_tokenization_spaces": False,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE over `texts`, with `<|begin|>` as BOS (id 0) and `<|end|>` as EOS (id 1). Deterministic.
@@ -138,23 +154,6 @@ def from_json(text: str, bos_id: int | None, eos_id: int) -> Tokenizer:
     backend = tokenizers.Tokenizer.from_str(json.dumps(tree))
     backend.encode_special_tokens = True  # "<|end|>" in a text is text; this is not kept in the file
     return Tokenizer(backend, bos_id, eos_id, whole.to_str())
-
-
-def save(tokenizer: Tokenizer, folder: str | Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json into `folder`, as transformers' PreTrainedTokenizerFast reads
-    them.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
-    bos = None if tokenizer.bos_id is None else tokenizer.token(tokenizer.bos_id)
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": tokenizer.token(tokenizer.eos_id),
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _special_id(backend: tokenizers.Tokenizer, folder: Path, which: str, known: tuple[str, ...]) -> int | None:

@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -21,8 +21,6 @@ from tlt_jax.models.hf import names
 from tlt_jax.models.hf.load import ARCHITECTURE
 from tlt_jax.models.hf.names import DRAFTER, INDEX, WEIGHTS, Tensor
 from tlt_jax.models.transformer import ModelShape
-from tlt_jax.text.tokenizer import Tokenizer
-from tlt_jax.text.tokenizer import save as save_tokenizer
 
 log = logging.getLogger("tlt_jax")
 Arrays = dict[str, np.ndarray]
@@ -43,12 +41,27 @@ WRITTEN = {
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
+class SavesItself(Protocol):
+    """What an export needs of a tokenizer (`text.Tokenizer` is one)."""
+
+    @property
+    def bos_id(self) -> int | None: ...
+
+    @property
+    def eos_id(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def save(self, folder: Path) -> None: ...
+
+
 def export(
     folder: str | Path,
     shape: ModelShape,
     weights: Arrays,
     drafter: Arrays | None,
-    tokenizer: Tokenizer | None,
+    tokenizer: SavesItself | None,
     context_length: int,
     dtype: str = "float32",
     max_shard_bytes: float = 5e9,
@@ -89,12 +102,12 @@ def export(
         if drafter is not None:
             _write_drafter(into / DRAFTER, shape, drafter)
         if tokenizer is not None:
-            save_tokenizer(tokenizer, into)
+            tokenizer.save(into)
 
     _replace(folder, write)
 
 
-def _config(s: ModelShape, tokenizer: Tokenizer | None, context_length: int, dtype: str) -> dict[str, Any]:
+def _config(s: ModelShape, tokenizer: SavesItself | None, context_length: int, dtype: str) -> dict[str, Any]:
     """config.json. What older readers look for stands beside what transformers 5 does: rope_theta, torch_dtype."""
     return {
         "architectures": [ARCHITECTURE],
@@ -123,7 +136,7 @@ def _config(s: ModelShape, tokenizer: Tokenizer | None, context_length: int, dty
     }
 
 
-def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _special_ids(tokenizer: SavesItself | None) -> dict[str, Any]:
     """Written even where there are none: a key that is absent would be filled in with Llama's own ids."""
     return {
         "bos_token_id": None if tokenizer is None else tokenizer.bos_id,
