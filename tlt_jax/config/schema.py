@@ -335,7 +335,7 @@ class Config(Section):
     def _consistent(self):
         order = ["pretrain", "finetune", "align"]
         if self.stages != [stage for stage in order if stage in self.stages]:
-            raise ValueError(f"stages is {self.stages}; expected each at most once, in the order {order}")
+            raise ValueError(f"stages is {self.stages}; expected each at most once, in the order {', '.join(order)}")
         if sum(getattr(self.budget, stage) for stage in self.stages) <= 0:
             raise ValueError("budget: the shares of the stages that run add up to 0")
         tasks = self.data.tasks

@@ -80,7 +80,8 @@ def _gradients(objective: Objective, params: dict[str, Any], batch: Batch) -> tu
     first = {name: array[0] for name, array in batch.items()}
     if next(iter(batch.values())).shape[0] == 1:
         return one(first)
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(one, first))
+    grads, metrics = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(one, first))
+    zeros = grads, {name: value - jnp.inf if name.endswith("_max") else value for name, value in metrics.items()}
 
     def add(total, microbatch):
         grads, metrics = one(microbatch)
