@@ -156,6 +156,22 @@ NEWEST_STAYS = {
     "a newer step that is half there",
     "a stray file among the steps",
 }
+NEVER_WHOLE = {"no manifest: killed before it was written"}
+
+
+def listing(folder: Path) -> list[tuple[str, bytes]]:
+    return sorted((str(f.relative_to(folder)), f.read_bytes() if f.is_file() else b"") for f in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_read_only_store_finds_the_same_and_changes_nothing(copied, damage):
+    DAMAGE[damage](copied)
+    before = listing(copied)
+    with Store(copied, read_only=True) as store:
+        expected = 10 if damage in NEWEST_STAYS else 2
+        assert store.newest() == expected
+        assert bits(store.restore_host(expected)) == bits(arrays(expected))
+    assert listing(copied) == before
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -3,9 +3,12 @@
 import json
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 from support import program
 
 STEPS = 20
@@ -206,9 +209,6 @@ def test_user_errors_exit_2_with_one_message(tmp_path):
 
 
 def test_report_verb_writes_the_report_again(finished):
-    import subprocess
-    import sys
-
     report = finished / "runs/tiny/report.json"
     before = json.loads(report.read_text())
     report.unlink()
@@ -217,3 +217,39 @@ def test_report_verb_writes_the_report_again(finished):
     )
     again = json.loads(report.read_text())
     assert again | {"created": None} == before | {"created": None}
+
+
+def test_a_run_is_exported_and_used_on_another_number_of_devices(tmp_path):
+    program.run(tmp_path, "device.cpu_devices=2", "stages=[pretrain]", "budget.total=2")
+    command = [sys.executable, "-m", "tlt_jax.main", "export", str(tmp_path / "runs/tiny"), str(tmp_path / "exported")]
+    subprocess.run(command, cwd=program.ROOT, check=True)
+    for name in ("model.safetensors", "drafter.safetensors"):
+        ours, theirs = (load_file(folder / name) for folder in (tmp_path / "runs/tiny/export", tmp_path / "exported"))
+        assert {key: array.tobytes() for key, array in ours.items()} == {
+            key: array.tobytes() for key, array in theirs.items()
+        }
+    options = [
+        "run.name=more",
+        "stages=[pretrain]",
+        "budget.total=1",
+        "run.export=false",
+        f"model.init_from={tmp_path}/runs/tiny",
+    ]
+    program.run(tmp_path, *options)
+    losses = [program.results(tmp_path, name)["phases"][0] for name in ("tiny", "more")]
+    assert losses[1]["before"]["eval/loss"] == pytest.approx(losses[0]["after"]["eval/loss"], abs=1e-5)
+
+
+def test_a_later_stage_goes_on_from_the_same_run_directory(tmp_path):
+    program.run(tmp_path, "stages=[pretrain]", "budget.total=2", "run.export=false")
+    program.run(tmp_path, "stages=[finetune]", "budget.total=4", "run.export=false")
+    assert [row["phase"] for row in program.rows(tmp_path)] == ["pretrain"] * 2 + ["warmup"] + ["policy"] * 3
+    text = program.run(tmp_path, "stages=[pretrain]", "budget.total=2", "run.export=false", code=2)
+    assert "already past 'pretrain'" in text.splitlines()[-1]
+
+
+def test_the_plan_is_printed_and_nothing_is_run(tmp_path):
+    text = program.run(tmp_path, "--dry-run")
+    for words in ("parameters", "mesh data 1", "memory", "reward_model", "4,096"):
+        assert words in text, text
+    assert not (tmp_path / "runs").exists()

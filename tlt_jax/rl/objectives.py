@@ -48,6 +48,8 @@ def policy_objective(terms: PolicyTerms, *, dtype: jnp.dtype, remat: str) -> Obj
         x_exit_BSD, x_BSD = hidden_states(policy, *inputs, dtype=dtype, remat=remat)
         at_token = {name: b[name][:, 1:] for name in b.keys() - {"tokens", "segments", "positions"}}
         weights_BS = at_token["weights"]
+        # What has no weight may hold anything: cleared here, it reaches neither loss nor gradient.
+        at_token = {name: jnp.where(weights_BS > 0, array, 0.0) for name, array in at_token.items()}
         with jax.named_scope("policy_loss"):
             log_probs_BSV = jax.nn.log_softmax(logits(policy, x_BSD) / terms.temperature, axis=-1)
             logp_BS = jnp.take_along_axis(log_probs_BSV, b["tokens"][:, 1:, None], axis=-1)[..., 0]

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -33,7 +34,7 @@ class Step:
     progress: float
 
 
-class Phase:
+class Phase(ABC):
     """One phase of a stage. A subclass says where it stands (`stage`, `name`), at which share of its stage's budget it
     ends (`end`), and how it starts, steps, evaluates and ends early."""
 
@@ -42,21 +43,21 @@ class Phase:
     eval_every: int
     end: float = 1.0
 
+    @abstractmethod
     def init(self) -> PhaseState:
         """A fresh state, made without much work: it also serves as the target of a restore."""
-        raise NotImplementedError
 
     def prepare(self, state: PhaseState) -> PhaseState:
         """The expensive start of a fresh phase; not run when it resumes."""
         return state
 
+    @abstractmethod
     def step(self, state: PhaseState, step: Step) -> tuple[PhaseState, dict[str, Any], int]:
         """One step: (state, metrics as numbers or device scalars, tokens spent)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def evaluate(self, state: PhaseState, when: str) -> tuple[PhaseState, dict[str, float]]:
         """Held-out figures `when` = "before", "during" or "after" the phase."""
-        raise NotImplementedError
 
     def ended(self, state: PhaseState) -> bool:
         """Whether the phase is over before its budget is."""

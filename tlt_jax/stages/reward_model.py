@@ -126,8 +126,7 @@ class RewardModel(Phase):
             for row in np.flatnonzero(rollout.ended_B & near & ~copied):
                 kind = "equal" if own[row] == ours[row] else "longer" if ours[row] > own[row] else "shorter"
                 found[kind].append((real[row], int(length[row]), rollout.tokens_BT[row], int(rollout.length_B[row])))
-        both = min(len(found["longer"]), len(found["shorter"]), max(wanted - len(found["equal"]), 0) // 2)
-        kept = (found["equal"] + found["longer"][:both] + found["shorter"][:both])[:wanted]
+        kept = balanced(found, wanted)
         if not kept:
             raise ConfigError(
                 f"`align.reward_model.length_tolerance` is {self.config.length_tolerance}, within which no {what} were"
@@ -139,6 +138,12 @@ class RewardModel(Phase):
             pairs["rejected"][i], pairs["rejected_length"][i] = rejected, rejected_length
             pairs["weights"][i] = 1.0
         return pairs
+
+
+def balanced(found: dict[str, list[Pair]], wanted: int) -> list[Pair]:
+    """At most `wanted` of the pairs, those with the longer real completion as many as those with the shorter one."""
+    both = min(len(found["longer"]), len(found["shorter"]), max(wanted - len(found["equal"]), 0) // 2)
+    return found["equal"][:wanted] + found["longer"][:both] + found["shorter"][:both]
 
 
 def share_won(a: np.ndarray, b: np.ndarray) -> float:
