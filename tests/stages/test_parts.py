@@ -11,7 +11,7 @@ from tlt_jax.data import pack_sequences
 from tlt_jax.models.heads import ScalarHead
 from tlt_jax.rl.objectives import PolicyTerms, policy_objective
 from tlt_jax.stages.budget import Budget, Spent, phase_budget
-from tlt_jax.stages.reward_model import balanced, share_won
+from tlt_jax.stages.reward_model import balanced, fit_scale, scaled, share_won
 from tlt_jax.stages.rollouts import by_batches, request_seeds, segments
 from tlt_jax.stages.run import check_batches
 
@@ -44,9 +44,9 @@ def test_progress_counts_the_budgets_own_unit():
 def pairs(longer: int, shorter: int, equal: int):
     row = np.zeros(1)
     return {
-        "longer": [(row, 9, row, 5)] * longer,
-        "shorter": [(row, 5, row, 9)] * shorter,
-        "equal": [(row, 7, row, 7)] * equal,
+        "longer": [(row, 9, row, 5, 3)] * longer,
+        "shorter": [(row, 5, row, 9, 3)] * shorter,
+        "equal": [(row, 7, row, 7, 3)] * equal,
     }
 
 
@@ -57,6 +57,15 @@ def test_length_says_nothing_about_which_of_a_pair_is_real(counts, size):
     kept = balanced(pairs(*counts), 512)
     assert len(kept) == size
     assert share_won(np.array([pair[1] for pair in kept]), np.array([pair[3] for pair in kept])) == 0.5
+
+
+def test_what_the_reward_model_says_of_length_is_taken_out():
+    lengths = np.array([10.0, 20.0, 30.0, 40.0])
+    scores = 3.0 - 0.1 * lengths + np.array([0.2, -0.2, -0.2, 0.2])  # noise that no line fits
+    scale = fit_scale(scores, lengths)
+    np.testing.assert_allclose(scaled(scores, lengths, scale), [1, -1, -1, 1], atol=1e-6)
+    np.testing.assert_allclose(scaled(np.array([3.0 - 0.1 * 15 + 0.4]), np.array([15]), scale), [2.0], atol=1e-6)
+    assert fit_scale(np.array([1.0]), np.array([7]))["score_std"] == 1.0  # one pair: nothing to divide by
 
 
 def test_share_won_counts_ties_half():

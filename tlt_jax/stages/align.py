@@ -16,7 +16,7 @@ from tlt_jax.rl.rewards import quality
 from tlt_jax.stages.evaluate import evaluate_completions
 from tlt_jax.stages.loop import Phase, PhaseState, Step, models_of, run_phase
 from tlt_jax.stages.models import Models, by_role, policy_roles, scalar_head, untrained
-from tlt_jax.stages.reward_model import RewardModel
+from tlt_jax.stages.reward_model import RewardModel, scaled
 from tlt_jax.stages.rollouts import Sampler, by_batches, request_seeds, segments
 from tlt_jax.stages.run import Run
 from tlt_jax.stages.updates import kl_metrics, rollout_batch, run_updates
@@ -87,7 +87,7 @@ class PPO(Phase):
                     "length": rollout.length_B,
                 },
             )
-            model_scores = (judged["score"] - state.host["score_mean"]) / state.host["score_std"]
+            model_scores = scaled(judged["score"], rollout.completion_length_B, state.host)
             qualities = quality(self.sampler.completions(rollout, tasks, chosen), self.sampler.engine.draft_length)
             scores = model_scores + config.quality_coef * qualities
             scores = np.where(rollout.ended_B, scores, config.truncated_reward).astype(np.float32)

@@ -19,7 +19,9 @@ from tlt_jax.train.state import Role, new_state
 from tlt_jax.train.step import make_update
 
 Pairs = dict[str, np.ndarray]
-Pair = tuple[np.ndarray, int, np.ndarray, int]  # the real sequence and its length, the policy's own and its length
+Pair = tuple[
+    np.ndarray, int, np.ndarray, int, int
+]  # the real sequence, its length; the policy's own, its; the prompt's
 ROUNDS = 8  # at most so many completions are drawn for each pair asked for
 
 
@@ -45,9 +47,7 @@ class RewardModel(Phase):
         train = new_state(self.roles, fresh, self.run.mesh)
         pairs = {"train": self._no_pairs(self.config.pairs), "held_out": self._no_pairs(self.config.held_out_pairs)}
         pairs = jax.device_put(pairs, replicated(self.run.mesh))
-        return PhaseState(
-            {"train": train, "pairs": pairs, **by_role(self.models)}, {"score_mean": 0.0, "score_std": 1.0}
-        )
+        return PhaseState({"train": train, "pairs": pairs, **by_role(self.models)}, fit_scale(np.zeros(1), np.zeros(1)))
 
     def prepare(self, state: PhaseState) -> PhaseState:
         data, config = self.run.corpus, self.config
@@ -79,10 +79,8 @@ class RewardModel(Phase):
             "eval/pairs": len(chosen),
             "eval/training_pairs": len(train["chosen"]),
         }
-        # Scores that hardly differ, as before training, are not blown up to unit deviation.
-        spread = float(rejected.std())
-        host = {"score_mean": float(rejected.mean()), "score_std": spread if spread > 0.05 else 1.0}
-        return PhaseState(state.arrays, host), metrics
+        own_length = held_out["rejected_length"] - held_out["prompt_length"]
+        return PhaseState(state.arrays, fit_scale(rejected, own_length)), metrics
 
     def _scores(self, state: PhaseState, pairs: Pairs, side: str) -> np.ndarray:
         params = state.arrays["train"].params
@@ -101,7 +99,8 @@ class RewardModel(Phase):
         return {
             "chosen": rows,
             "rejected": rows.copy(),
-            "chosen_length": lengths,
+            "prompt_length": lengths,
+            "chosen_length": lengths.copy(),
             "rejected_length": lengths.copy(),
             "weights": np.zeros(count, np.float32),
         }
@@ -125,7 +124,8 @@ class RewardModel(Phase):
             copied = np.all(real == rollout.tokens_BT, axis=1)
             for row in np.flatnonzero(rollout.ended_B & near & ~copied):
                 kind = "equal" if own[row] == ours[row] else "longer" if ours[row] > own[row] else "shorter"
-                found[kind].append((real[row], int(length[row]), rollout.tokens_BT[row], int(rollout.length_B[row])))
+                pair = real[row], int(length[row]), rollout.tokens_BT[row], int(rollout.length_B[row])
+                found[kind].append((*pair, int(prompt_length[row])))
         kept = balanced(found, wanted)
         if not kept:
             raise ConfigError(
@@ -133,11 +133,36 @@ class RewardModel(Phase):
                 " found: the policy's completions do not end, or tasks are too few"
             )
         pairs = self._no_pairs(wanted)
-        for i, (chosen, chosen_length, rejected, rejected_length) in enumerate(kept):
+        for i, (chosen, chosen_length, rejected, rejected_length, prompt) in enumerate(kept):
+            pairs["prompt_length"][i] = prompt
             pairs["chosen"][i], pairs["chosen_length"][i] = chosen, chosen_length
             pairs["rejected"][i], pairs["rejected_length"][i] = rejected, rejected_length
             pairs["weights"][i] = 1.0
         return pairs
+
+
+def fit_scale(scores: np.ndarray, lengths: np.ndarray) -> dict[str, float]:
+    """The line through scores over lengths, and the deviation around it: what `scaled` takes out and divides by.
+
+    The pairs are matched in length, so the model learns nothing of how completions of different lengths compare; what
+    it says of that is chance, which a policy would exploit. Scores that hardly differ are not blown up.
+    """
+    centred = lengths - lengths.mean()
+    variance = float((centred**2).mean())
+    slope = float((centred * scores).mean() / variance) if variance > 0 else 0.0
+    spread = float((scores - scores.mean() - slope * centred).std())
+    return {
+        "score_mean": float(scores.mean()),
+        "length_mean": float(lengths.mean()),
+        "score_slope": slope,
+        "score_std": spread if spread > 0.05 else 1.0,
+    }
+
+
+def scaled(scores: np.ndarray, lengths: np.ndarray, scale: dict[str, float]) -> np.ndarray:
+    """Scores in standard deviations above what a completion of that length gets on average (`fit_scale`)."""
+    expected = scale["score_mean"] + scale["score_slope"] * (lengths - scale["length_mean"])
+    return (scores - expected) / scale["score_std"]
 
 
 def balanced(found: dict[str, list[Pair]], wanted: int) -> list[Pair]:
