@@ -6,58 +6,37 @@ from typing import Any
 import jax
 import numpy as np
 
-from tlt_jax.data import PackedRows, Tasks, make_loader, pack_examples
+from tlt_jax.data import PackedRows, Tasks, pack_examples
 from tlt_jax.data import curriculum as curricula
 from tlt_jax.rl.advantages import group_advantages, token_weights
 from tlt_jax.rl.objectives import PolicyTerms, policy_objective
 from tlt_jax.rl.rewards import score_groups
 from tlt_jax.stages.evaluate import HeldOutLoss, evaluate_completions
-from tlt_jax.stages.loop import Phase, PhaseState, Step, models_of, next_batch, run_phase
+from tlt_jax.stages.loop import Phase, PhaseState, Step, models_of, run_phase
 from tlt_jax.stages.models import Models, by_role, policy_roles, untrained
 from tlt_jax.stages.rollouts import Sampler, request_seeds
 from tlt_jax.stages.run import Run
+from tlt_jax.stages.supervised import Supervised
 from tlt_jax.stages.updates import kl_metrics, rollout_batch, run_updates
-from tlt_jax.train.losses import next_token_objective
 from tlt_jax.train.state import new_state
 from tlt_jax.train.step import make_update
 
 
-class Warmup(Phase):
+class Warmup(Supervised):
     """Supervised warm-up: next-token loss on the completions alone, until it stops falling or its share is used."""
 
     stage, name = "finetune", "warmup"
 
     def __init__(self, run: Run, models: Models, sampler: Sampler):
         config, context = run.config.finetune.warmup, run.config.data.context_length
-        self.run, self.models, self.sampler, self.patience = run, models, sampler, config.patience
-        self.eval_every, self.end = config.eval_every, config.share
-        self.roles = policy_roles(
-            models.policy.shape, config.optimizer, run.config.speculation.optimizer, config.exit_weight
-        )
-        objective = next_token_objective(
-            dtype=run.dtype,
-            remat=run.config.model.remat,
-            exit_weight=config.exit_weight,
-            exit_stride=run.config.speculation.exit_stride,
-        )
-        self.update = make_update(objective, self.roles, run.mesh)
-        self.loader = make_loader(
-            _packed(run.corpus.train_tasks, context),
-            config.batch_size,
-            config.accumulation,
-            run.config.run.seed + 1,
-        )
+        rows = _packed(run.corpus.train_tasks, context)
+        super().__init__(run, models, sampler, config, rows, run.config.run.seed + 1)
+        self.patience, self.end = config.patience, config.share
         self.held_out = HeldOutLoss(run, _packed(run.corpus.held_out_tasks, context), None)
 
     def init(self) -> PhaseState:
-        train = new_state(self.roles, by_role(self.models), self.run.mesh)
-        host = {"loader": self.loader.get_state(), "best_loss": None, "worse": 0}
-        return PhaseState({"train": train, **untrained(self.models, self.roles)}, host)
-
-    def step(self, state: PhaseState, step: Step) -> tuple[PhaseState, dict[str, Any], int]:
-        state, batch = next_batch(self.run, self.loader, state)
-        train, metrics = self.update(state.arrays["train"], batch, np.float32(step.progress))
-        return PhaseState({**state.arrays, "train": train}, state.host), metrics, batch["tokens"].size
+        state = super().init()
+        return PhaseState(state.arrays, {**state.host, "best_loss": None, "worse": 0})
 
     def evaluate(self, state: PhaseState, when: str) -> tuple[PhaseState, dict[str, float]]:
         loss = self.held_out(models_of(state).policy)

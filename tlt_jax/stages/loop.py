@@ -10,7 +10,6 @@ import jax
 
 from tlt_jax.config.base import Stage
 from tlt_jax.models.declare import flatten, unflatten
-from tlt_jax.parallel.sharding import put_batch
 from tlt_jax.stages.budget import Budget, Spent, phase_budget
 from tlt_jax.stages.models import Models
 from tlt_jax.stages.run import PHASES, Interrupted, Run
@@ -237,15 +236,6 @@ class _PhaseRun:
         assert self.run.checkpoint is not None
         arrays = self.run.store.restore(self.run.checkpoint, flatten(fresh.arrays))
         return PhaseState(unflatten(fresh.arrays, arrays), document["host"])
-
-
-def next_batch(run: Run, loader: Any, state: PhaseState) -> tuple[PhaseState, dict[str, Any]]:
-    """The batch after the position that the state holds, on the mesh, and the state with the position after it."""
-    if loader.get_state() != state.host["loader"]:
-        loader.set_state(state.host["loader"])
-    with run.timed("data"):
-        batch = put_batch(run.mesh, next(loader), leading=1)
-    return PhaseState(state.arrays, {**state.host, "loader": loader.get_state()}), batch
 
 
 def models_of(state: PhaseState) -> Models:

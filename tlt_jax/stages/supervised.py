@@ -1,0 +1,54 @@
+"""What pretraining and the supervised warm-up share: next-token updates on packed rows from a loader."""
+
+from typing import Any
+
+import numpy as np
+
+from tlt_jax.config.schema import PretrainConfig, WarmupConfig
+from tlt_jax.data import PackedRows, make_loader
+from tlt_jax.parallel.sharding import put_batch
+from tlt_jax.stages.loop import Phase, PhaseState, Step
+from tlt_jax.stages.models import Models, by_role, policy_roles, untrained
+from tlt_jax.stages.rollouts import Sampler
+from tlt_jax.stages.run import Run
+from tlt_jax.train.losses import next_token_objective
+from tlt_jax.train.state import new_state
+from tlt_jax.train.step import make_update
+
+
+class Supervised(Phase):
+    """Next-token updates on shuffled packed rows; the loader's position is part of the state."""
+
+    def __init__(
+        self,
+        run: Run,
+        models: Models,
+        sampler: Sampler,
+        config: PretrainConfig | WarmupConfig,
+        rows: PackedRows,
+        seed: int,
+    ):
+        self.run, self.models, self.sampler, self.eval_every = run, models, sampler, config.eval_every
+        speculation, shape = run.config.speculation, models.policy.shape
+        self.roles = policy_roles(shape, config.optimizer, speculation.optimizer, config.exit_weight)
+        objective = next_token_objective(
+            dtype=run.dtype,
+            remat=run.config.model.remat,
+            exit_weight=config.exit_weight,
+            exit_stride=speculation.exit_stride,
+        )
+        self.update = make_update(objective, self.roles, run.mesh)
+        self.loader = make_loader(rows, config.batch_size, config.accumulation, seed)
+
+    def init(self) -> PhaseState:
+        train = new_state(self.roles, by_role(self.models), self.run.mesh)
+        return PhaseState({"train": train, **untrained(self.models, self.roles)}, {"loader": self.loader.get_state()})
+
+    def step(self, state: PhaseState, step: Step) -> tuple[PhaseState, dict[str, Any], int]:
+        if self.loader.get_state() != state.host["loader"]:
+            self.loader.set_state(state.host["loader"])
+        with self.run.timed("data"):
+            batch = put_batch(self.run.mesh, next(self.loader), leading=1)
+        train, metrics = self.update(state.arrays["train"], batch, np.float32(step.progress))
+        host = {**state.host, "loader": self.loader.get_state()}
+        return PhaseState({**state.arrays, "train": train}, host), metrics, batch["tokens"].size
