@@ -2,8 +2,11 @@
 
 import os
 
-import jax
-import pytest
+# Most of the suite's time is compiling; what it computes does not depend on how well that is done.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
