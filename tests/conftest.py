@@ -5,8 +5,8 @@ import os
 # Most of the suite's time is compiling; what it computes does not depend on how well that is done.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import jax
+import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -57,7 +57,7 @@ BAD = {
     "data.max_documents=many": ["`data.max_documents`", "'many'", "integer"],
     "data.source.hub_token=3": ["`data.source.hub_token`", "3", "string"],
     # ranges
-    "run.name=''": ["`run.name`", "''", "at least 1 character"],
+    "run.name=''": ["`run.name`", "''", "letters, digits"],
     "run.seed=-1": ["`run.seed`", "-1", "greater than or equal to 0"],
     "run.seed=2147483648": ["`run.seed`", "2147483648", "less than or equal to 2147483647"],
     "model.layers=0": ["`model.layers`", "0", "greater than or equal to 1"],
@@ -239,7 +239,7 @@ def test_overrides_take_lists_mappings_null_and_nothing(tmp_path):
             "checkpoint.every_seconds=null",
             "data.max_documents=~",
             "device.compilation_cache=",
-            "run.name=a=b",
+            "run.output_dir=a=b",
             "run.seed=1",
             "run.seed=2",
         ],
@@ -250,7 +250,7 @@ def test_overrides_take_lists_mappings_null_and_nothing(tmp_path):
     assert config.checkpoint.every_seconds is None
     assert config.data.max_documents is None
     assert config.device.compilation_cache == ""
-    assert config.run.name == "a=b"
+    assert config.run.output_dir == "a=b"
     assert config.run.seed == 2  # the last one wins
 
 

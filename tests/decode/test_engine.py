@@ -18,6 +18,8 @@ from tlt_jax.models.decode_view import decode_view
 from tlt_jax.models.heads import ShallowExit
 from tlt_jax.models.transformer import ModelShape, Transformer
 
+CLOSE = 1e-4  # what rollout/logprob_abs_diff_max is held to: sums in another order differ by a few 1e-5
+
 G, MAX_PROMPT, MAX_NEW = 5, 6, 12
 DRAFTERS = ["shallow", "ngram", "off"]
 NO_EOS = 50  # beyond the vocabulary: never drawn

@@ -146,7 +146,7 @@ def test_whole_run(tmp_path):
     assert figures["PPO reward"]["after"] == pytest.approx(0.7625)
     assert "KL to the reference 1.925" in figures["PPO reward"]["detail"]
     calls = figures["Target calls per token"]
-    assert calls["after"] == 0.5 and "1.250 draft" in calls["detail"]
+    assert calls["after"] == 0.5 and "1.250 tokens a call" in calls["detail"]
     assert report["time"] == {"rollout": 195.0, "update": 97.5, "other": 97.5}
     assert "3.500 → 1.250" in page.text and "1,180,032" in page.text and "195 steps" in page.text
     assert "not finite" in page.text  # the loss before pretraining

@@ -3,6 +3,7 @@
 import argparse
 
 from tlt_jax.cli.options import DONE
+from tlt_jax.config import ConfigError
 
 EXAMPLES = """examples:
   tlt report runs/quickstart"""
@@ -15,5 +16,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     from tlt_jax.observe.report import write_report
 
-    print(write_report(arguments.run_dir))
+    try:
+        print(write_report(arguments.run_dir))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     return DONE

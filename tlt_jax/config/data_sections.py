@@ -31,6 +31,10 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _complete(self):
+        if self.kind in ("stdlib", "hub") and self.path:
+            raise ValueError(
+                f"source kind {self.kind!r} does not read `path` ({self.path!r}); expected kind directory or jsonl"
+            )
         if self.kind in ("directory", "jsonl") and not self.path:
             raise ValueError(f"source kind {self.kind!r} needs `path`")
         if self.kind == "hub" and not self.hub_name:

@@ -19,8 +19,17 @@ class ConfigError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which `1e-4` is a number (YAML 1.1 reads it as a string) and a key stands once."""
+    """Safe YAML in which `1e-4` is a number, `off` and `2026-11-30` are strings, unlike in YAML 1.1, and a key stands
+    once."""
 
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":timestamp"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -78,7 +87,9 @@ def read_config_tree(path: Path) -> dict:
         raise ConfigError(f"config file {str(path)!r} does not exist{_nearest(path.name, _yaml_names(path.parent))}")
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"config file {str(path)!r} cannot be read as YAML: {' '.join(str(error).split())}") from None
     if tree is None:
         return {}
@@ -97,7 +108,9 @@ def _apply_override(tree: dict, override: str) -> None:
         raise ConfigError(f"override {override!r}: expected key.sub=value")
     try:
         value = yaml.load(text, _Loader) if text else ""
-    except yaml.YAMLError:
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, AttributeError):
         raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from None
     *parents, last = key.split(".")
     node = tree

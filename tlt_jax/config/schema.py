@@ -1,8 +1,9 @@
 """Every key of a config: its type, range, unit and default. The whole config is one frozen `Config`."""
 
+import re
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tlt_jax.config.base import (
     Aggregation,
@@ -26,7 +27,7 @@ from tlt_jax.config.data_sections import DataConfig
 class RunConfig(Section):
     """The run: its name, its directory, its seed, and what it leaves."""
 
-    name: str = Field("run", min_length=1, description="name of the run directory below output_dir")
+    name: str = Field("run", description="name of the run directory below output_dir: letters, digits, ._+-")
     output_dir: str = Field("runs", description="folder that holds run directories")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="seeds initialisation, data order and sampling")
     resume: Literal["auto", "never"] = Field(
@@ -36,6 +37,13 @@ class RunConfig(Section):
     samples: int = Field(4, ge=0, description="completions shown and kept at each look at the samples")
     trackers: list[TrackerName] = Field(["tensorboard"], description="trackers beside metrics.jsonl")
     export: bool = Field(True, description="write the final model as a Hugging Face directory")
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, name: str) -> str:
+        if not re.fullmatch(r"\w[\w.+-]*", name):
+            raise ValueError(f"is {name!r}; expected letters, digits and ._+-, the first a letter or digit")
+        return name
 
 
 class MeshConfig(Section):

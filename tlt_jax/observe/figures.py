@@ -42,7 +42,7 @@ CHARTS = (
     Chart("KL coefficient", (("rl/kl_coef", "coefficient"),), exact=True),
     Chart("Entropy, nats a token", (("rl/entropy", "policy"),)),
     Chart("Target calls per token", (("rollout/target_calls_per_token", "speculative"),), marks=(1.0,)),
-    Chart("Accepted draft tokens per target call", (("rollout/accepted_length", "accepted"),)),
+    Chart("Tokens per target call", (("rollout/accepted_length", "kept drafts and the call's own"),)),
     Chart("Completions, held-out prompts", (("eval/valid_fraction", "valid"), ("eval/distinct_fraction", "distinct"))),
     Chart("Body nats per token, held out", (("eval/body_nats_per_token", "model"),)),
     Chart(

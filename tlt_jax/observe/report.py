@@ -126,7 +126,7 @@ def _phases(rows: list[Row], samples: list[Row], results: list[Row]) -> list[dic
             {name: result.get(name) for name in PHASE_FIELDS}
             | {
                 "label": phase_label(str(stage), str(phase)),
-                "finished": (stage, phase) in done,
+                "finished": bool(done.get((stage, phase), {}).get("after")),
                 "last": _last_values(own),
                 "charts": _charts(own, result.get("before") or {}, result.get("after") or {}),
                 "samples": _samples([s for s in samples if (s.get("stage"), s.get("phase")) == (stage, phase)]),
@@ -299,7 +299,7 @@ def _calls(rows: list[Row]) -> dict[str, Any] | None:
     detail = "mean over the rollouts; 1 without speculation"
     accepted = _finite(own, "rollout/accepted_length")
     if accepted:
-        detail += f"; {show_number(sum(accepted) / len(accepted))} draft tokens accepted a call"
+        detail += f"; {show_number(sum(accepted) / len(accepted))} tokens a call, its own among them"
     return _figure("Target calls per token", "rollout/target_calls_per_token", None, sum(calls) / len(calls), detail)
 
 

@@ -32,7 +32,7 @@ class TensorBoardTracker:
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record the numbers among `values`; NaN and infinities are left out, as TensorBoard cannot draw them."""
         for name, value in plain(dict(values)).items():
-            # The fields that name the row (step, phase_step, ...) carry no slash, by the naming of DESIGN section 6.
+            # The fields that name the row (step, phase_step, ...) carry no slash.
             if "/" in name and isinstance(value, int | float):
                 self._writer.add_scalar(name, float(value), step)
 

@@ -31,13 +31,19 @@ def set_up_devices(config: DeviceConfig) -> None:
             ) from None
     if config.compilation_cache:
         folder = Path(config.compilation_cache).expanduser()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"`device.compilation_cache` is {config.compilation_cache!r}; expected a folder ({error})"
+            ) from None
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     try:
         jax.devices()
-    except RuntimeError as error:
-        raise ConfigError(f"`device.platform` is {config.platform!r}: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error) or "JAX finds no such device").splitlines()[0]
+        raise ConfigError(f"`device.platform` is {config.platform!r}; expected one that is there ({reason})") from None
 
 
 def mesh_shape(config: MeshConfig, devices: int) -> tuple[int, ...]:

@@ -93,6 +93,7 @@ class _PhaseRun:
         run.times = dict(document["times"]) if document and resumed else {}
         self.spent = Spent(**document["spent"]) if document and resumed else Spent()
         self.seconds_before = self.spent.seconds
+        self.compiled_before = run.compile_seconds - run.times.get("compile", 0.0)
         self.done = bool(document and resumed and document["done"])
         self.pending: list[tuple[dict[str, Any], dict[str, Any], int]] = []
         self.last_flush, self.idle = time.monotonic(), 0.0
@@ -182,6 +183,9 @@ class _PhaseRun:
         self.record["after"] = self._evaluate("after")
         self.done = True
         self._save()
+        if not self.spent.steps:
+            log.warning("%s %s took no step: its budget was used up before", self.phase.stage, self.phase.name)
+        log.debug("%s %s: %s", self.phase.stage, self.phase.name, self.record)
         summary = "  ".join(f"{name} {value:.3f}" for name, value in list(self.record["after"].items())[:4])
         self.run.progress.finish(f"{self.spent.steps} steps in {self.spent.seconds:.0f} s  {summary}")
 
@@ -220,6 +224,8 @@ class _PhaseRun:
 
     def _account(self) -> None:
         """Brings the phase's record up to date: what it spent, and on what."""
+        # Compilation counts as such wherever it happens, in what is timed or outside of it.
+        self.run.times["compile"] = self.run.compile_seconds - self.compiled_before
         times = dict(self.run.times)
         rest = max(self.spent.seconds - sum(times.values()), 0.0)
         times["other" if "update" in times else "update"] = rest

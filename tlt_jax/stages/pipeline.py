@@ -47,7 +47,7 @@ def run_all(config: Config) -> StageResult:
     with open_run(config) as run:
         try:
             if run.finished:
-                log.info("this run is finished (%d steps); nothing is left to do", run.step)
+                log.info("this run is finished (%d steps); nothing is left to do; more needs a new run.name", run.step)
                 models = saved_models(run.folder, run.mesh)
             else:
                 models = _run_stages(run, config.stages, None)
@@ -93,6 +93,8 @@ def _run_one(config: Config, stage: str, models: Models | None) -> StageResult:
     with open_run(config) as run:
         try:
             models = _run_stages(run, [stage], models)
+            if stage == config.stages[-1]:
+                _finish(run, models)
         finally:
             _report(run)
         return StageResult(models, [r for r in run.results if r["stage"] == stage])
@@ -103,10 +105,10 @@ def _run_stages(run: Run, stages: Sequence[str], models: Models | None) -> Model
     _check_tasks(run, stages)
     if models is None:
         models = _first_models(run, stages)
-    run.shape = models.policy.shape
+    run.begin(models.policy.shape)
     run.facts["parameters"] = sum(array.size for array in host_copy(models.policy).values())
     run.write_results()
-    sampler = Sampler(run, run.shape)
+    sampler = Sampler(run, models.policy.shape)
     for stage in stages:
         # A stage that is past gives its successor the shapes alone: what it restores from was saved later.
         if not is_past(run, *last_phase(stage)):
@@ -166,9 +168,10 @@ def _finish(run: Run, models: Models) -> None:
 
 def _report(run: Run) -> None:
     """Writes the report of whatever the run has reached; its failure must not hide the run's own."""
+    failing = sys.exc_info()[0] is not None
     try:
         log.info("report: %s", write_report(run.folder))
     except Exception:
-        if sys.exc_info()[0] is None:
+        if not failing:
             raise
         log.exception("the report could not be written")

@@ -1,5 +1,6 @@
 """One run: its directory, records, data, mesh, checkpoints, clock, and the wish to stop."""
 
+import fcntl
 import logging
 import platform
 import signal
@@ -108,8 +109,12 @@ class Run:
         yield
         compiling = self.compile_seconds - compiled
         self.times[kind] = self.times.get(kind, 0.0) + time.monotonic() - start - compiling
-        if compiling:
-            self.times["compile"] = self.times.get("compile", 0.0) + compiling
+
+    def begin(self, shape: ModelShape) -> None:
+        """Records what this run is, once it is sure that it can go on: config, tokenizer, the model's shape."""
+        self.shape = shape
+        _record_config(self.folder, self.config)
+        self.corpus.tokenizer.save(self.folder)
 
     def write_results(self, finished: bool = False) -> None:
         """Rewrites results.json, from which the report is made."""
@@ -154,11 +159,10 @@ def open_run(config: Config) -> Iterator[Run]:
         set_up_logging(folder)
         # After a failure the log stays open, for whoever reports it.
         stack.push(lambda kind, error, traceback: close_logging() if kind is None else None)
-        _record_config(folder, config)
+        stack.enter_context(_locked(folder))
         progress = stack.enter_context(Progress())
         log.info("%s: %s", config.run.name, ", ".join(config.stages))
         corpus = prepare(config.data, config.run.seed, tokenizer_path(config.model), progress.prepare)
-        corpus.tokenizer.save(folder)
         store = stack.enter_context(Store(folder / "checkpoints", config.checkpoint.keep))
         run = Run(config, folder, corpus, store, progress)
         stack.enter_context(run.metrics)
@@ -173,6 +177,19 @@ def open_run(config: Config) -> Iterator[Run]:
         run.facts = _facts(run)
         _announce(run)
         yield run
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the run directory. Raises ConfigError if another process does."""
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"run directory {str(folder)!r} is in use by another run; expected a run.name of its own"
+            ) from None
+        yield
 
 
 def _record_config(folder: Path, config: Config) -> None:
