@@ -107,3 +107,9 @@ def test_on_a_real_file():
         assert ast.get_docstring(function) and len(function.body) > 1
         assert prompt.startswith("def ") and prompt[-1] in "\"'"
         assert body.startswith("\n ") and body == body.rstrip()
+
+
+def test_a_long_chain_of_elif_is_read():
+    chain = "if x == 0:\n    pass\n" + "".join(f"elif x == {i}:\n    pass\n" for i in range(1, 1200))
+    function = 'def f(x):\n    """Doc."""\n    return x\n'
+    assert extract_functions(function + chain) in ([('def f(x):\n    """Doc."""', "\n    return x")], [])

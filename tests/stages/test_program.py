@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -253,3 +254,22 @@ def test_the_plan_is_printed_and_nothing_is_run(tmp_path):
     for words in ("parameters", "mesh data 1", "memory", "reward_model", "4,096"):
         assert words in text, text
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_directory_has_one_run_at_a_time_and_one_corpus(tmp_path):
+    options = ["stages=[pretrain]", "budget.total=100000", "run.export=false"]
+    process = program.start(tmp_path, *options)
+    try:
+        while not program.rows(tmp_path):
+            assert process.poll() is None
+            time.sleep(0.02)
+        text = program.run(tmp_path, *options, code=2)
+        assert "is in use by another run" in text.splitlines()[-1]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == 143
+    finally:
+        process.kill()
+    config = (tmp_path / "runs/tiny/config.yaml").read_text()
+    text = program.run(tmp_path, *options, "data.max_documents=30", code=2)
+    assert "began with other data" in text.splitlines()[-1]
+    assert (tmp_path / "runs/tiny/config.yaml").read_text() == config

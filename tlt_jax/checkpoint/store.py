@@ -20,7 +20,7 @@ from tlt_jax.config import ConfigError
 
 log = logging.getLogger("tlt_jax")
 Arrays = dict[str, Any]
-UNSEALED = "it has no manifest: its saving was interrupted"
+KEPT_ASIDE = 3  # damaged checkpoints that are kept to be looked at
 
 
 class Store:
@@ -55,8 +55,7 @@ class Store:
     def newest(self) -> int | None:
         """The newest step that verifies, or None.
 
-        One whose saving was interrupted is removed, one that is damaged set aside, with a warning that says why; a
-        read-only store leaves both where they are.
+        One that does not is set aside, with a warning that says why; a read-only store leaves it where it is.
         """
         for step in sorted(self._manager.all_steps(), reverse=True):
             fault = self._fault(step)
@@ -136,7 +135,7 @@ class Store:
     def _fault(self, step: int) -> str | None:
         manifest = self._manifests / f"{step}.json"
         if not manifest.is_file():
-            return UNSEALED
+            return "it has no manifest: its saving was interrupted"
         try:
             expected = json.loads(manifest.read_text())
         except ValueError:
@@ -148,13 +147,12 @@ class Store:
         return f"{wrong[0]} is missing, added or changed" if wrong else None
 
     def _set_aside(self, step: int) -> None:
-        aside = self.folder / "damaged" / str(step)
-        shutil.rmtree(aside, ignore_errors=True)
-        if self._fault(step) == UNSEALED:
-            shutil.rmtree(self._path(step))
-        else:
-            aside.parent.mkdir(exist_ok=True)
-            self._path(step).rename(aside)
+        damaged = self.folder / "damaged"
+        damaged.mkdir(exist_ok=True)
+        shutil.rmtree(damaged / str(step), ignore_errors=True)
+        self._path(step).rename(damaged / str(step))
+        for old in sorted(damaged.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT_ASIDE]:
+            shutil.rmtree(old)
         self._manager.reload()
 
 

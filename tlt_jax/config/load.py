@@ -89,7 +89,7 @@ def read_config_tree(path: Path) -> dict:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except ConfigError:
         raise
-    except (yaml.YAMLError, UnicodeDecodeError, OSError, ValueError, AttributeError) as error:
+    except Exception as error:  # the parser's, of many kinds
         raise ConfigError(f"config file {str(path)!r} cannot be read as YAML: {' '.join(str(error).split())}") from None
     if tree is None:
         return {}
@@ -110,7 +110,7 @@ def _apply_override(tree: dict, override: str) -> None:
         value = yaml.load(text, _Loader) if text else ""
     except ConfigError:
         raise
-    except (yaml.YAMLError, ValueError, AttributeError):
+    except Exception:  # the parser's, of many kinds
         raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from None
     *parents, last = key.split(".")
     node = tree

@@ -33,14 +33,16 @@ def _parse(text: str) -> ast.Module | None:
         return None
 
 
-def _functions(node: ast.AST) -> Iterator[Function]:
-    """Functions below `node` (in classes, `if`, `try` and so on), not looking inside functions."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, Function):
-            if ast.get_docstring(child, clean=False) is not None and len(child.body) > 1:
-                yield child
-        elif not isinstance(child, ast.expr):
-            yield from _functions(child)
+def _functions(root: ast.AST) -> Iterator[Function]:
+    """Functions below `root` (in classes, `if`, `try` and so on) in their order, not looking inside functions."""
+    waiting = [root]
+    while waiting:  # not by recursion: a long chain of `elif` nests as deep as it is long
+        node = waiting.pop()
+        if isinstance(node, Function):
+            if ast.get_docstring(node, clean=False) is not None and len(node.body) > 1:
+                yield node
+        elif not isinstance(node, ast.expr):
+            waiting += reversed(list(ast.iter_child_nodes(node)))
 
 
 def _extract(function: Function, lines: list[bytes]) -> tuple[str, str] | None:

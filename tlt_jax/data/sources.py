@@ -7,6 +7,7 @@ import gzip
 import json
 import sysconfig
 import tokenize
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
                 line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if line.strip():
                     yield f"line {number}", line
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"file {str(path)!r} cannot be read: {error}") from None
 
 

@@ -216,6 +216,7 @@ class _PhaseRun:
                 "seconds": run.seconds,
                 "samples": run.samples.count(),
                 "shape": asdict(run.shape),
+                "data": run.corpus.summary["digest"],
             }
             run.checkpoint = (run.checkpoint or 0) + 1
             run.store.save(run.checkpoint, flatten(self.state.arrays), document)

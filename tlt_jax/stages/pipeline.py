@@ -126,8 +126,14 @@ def _first_models(run: Run, stages: Sequence[str]) -> Models:
 
 
 def _check_place(run: Run, stages: Sequence[str]) -> None:
-    """Raises ConfigError where the run directory stands behind `stages`, or in the middle of another stage."""
+    """Raises ConfigError where the run directory stands behind `stages` or in the middle of another stage, or began
+    with other data: a model means nothing with another tokenizer's ids."""
     document = run.document
+    if document and document["data"] != run.corpus.summary["digest"]:
+        raise ConfigError(
+            f"the run in {str(run.folder)!r} began with other data (`data.*`, `run.seed` or the files differ);"
+            " expected the same, or a new run.name"
+        )
     if document is None or document["stage"] in stages:
         return
     if is_past(run, *last_phase(stages[-1])):

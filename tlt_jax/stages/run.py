@@ -95,7 +95,10 @@ class Run:
             or (document["stage"], document["phase"]) != last_phase(self.config.stages[-1])
         ):
             return False
-        return bool(read_json(self.folder / "results.json").get("finished"))
+        try:
+            return bool(read_json(self.folder / "results.json")["finished"])
+        except (OSError, ValueError, LookupError, TypeError):  # lost or damaged: the checkpoint makes it again
+            return False
 
     @property
     def seconds(self) -> float:
@@ -216,7 +219,7 @@ def _signals(run: Run) -> Iterator[None]:
 
     def handle(number: int, frame: Any) -> None:
         if run.stop_signal is not None:
-            raise KeyboardInterrupt
+            raise SystemExit(128 + number)
         run.stop_signal = number
         log.info("%s: saving after this step, then leaving", signal.Signals(number).name)
 
