@@ -2,9 +2,6 @@
 
 import os
 
-# Most of the suite's time is compiling; what it computes does not depend on how well that is done.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
-
 import jax
 import pytest
 
