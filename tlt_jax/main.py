@@ -1,17 +1,14 @@
 """The entry: `python -m tlt_jax.main --config X [key=value ...]`; `tlt VERB ...` is the same program.
 
-Exit codes: 0 done; 1 our own fault (the traceback is in log.txt); 2 the user's input is wrong (one message, no
-traceback); 130 and 143 interrupted by SIGINT and SIGTERM, after saving.
+Exit codes: 0 done; 1 our own fault (the traceback is in log.txt); 2 the user's input or the machine (a full disk, too
+little memory) does not allow it: one message, no traceback; 130 and 143 interrupted by SIGINT and SIGTERM, after
+saving.
 """
 
-import argparse
-import importlib
-import logging
 import sys
 from collections.abc import Sequence
 
-from tlt_jax.cli.options import FAULT, USER_ERROR
-from tlt_jax.config import ConfigError
+from tlt_jax.cli.codes import DONE, FAULT, INTERRUPTED, USER_ERROR
 
 VERBS = {
     "run": "run the stages of a config (the default verb)",
@@ -24,34 +21,64 @@ VERBS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] not in VERBS:
-        if words[:1] in (["-h"], ["--help"]) or not words:
-            return _overview()
+    if not words or words[0] in ("-h", "--help"):
+        return _overview()
+    if words[0] == "--version":
+        return _version()
+    if words[0] not in VERBS:
         if not words[0].startswith("-") and "=" not in words[0]:
-            print(f"error: unknown verb {words[0]!r}; expected one of {', '.join(VERBS)}", file=sys.stderr)
-            return USER_ERROR
+            return _refuse(f"unknown verb {words[0]!r}; expected one of {', '.join(VERBS)}")
         words = ["run", *words]
-    verb = importlib.import_module(f"tlt_jax.cli.{words[0]}")
+    try:
+        return _run_verb(words[0], words[1:])
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        message = _told(error)
+        if message is not None:
+            return _refuse(message)
+        import logging
+
+        # The handler that writes log.txt is still there if the run had one.
+        logging.getLogger("tlt_jax").exception("tlt_jax failed; this is a fault of ours")
+        return FAULT
+
+
+def _run_verb(name: str, words: list[str]) -> int:
+    # Imported here, so that an interruption while modules load is handled too.
+    import argparse
+    import importlib
+    import logging
+
+    verb = importlib.import_module(f"tlt_jax.cli.{name}")
     parser = argparse.ArgumentParser(
-        prog=f"tlt {words[0]}",
+        prog=f"tlt {name}",
         description=verb.__doc__,
         epilog=verb.EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.add(parser)
-    arguments = parser.parse_intermixed_args(words[1:])
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns there of what is meant
-    try:
-        return verb.main(arguments)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        return 130
-    except Exception:
-        # The handler that writes log.txt is gone by now if the run had one; it wrote the traceback itself.
-        logging.getLogger("tlt_jax").exception("tlt_jax failed; this is a fault of ours")
-        return FAULT
+    return verb.main(parser.parse_intermixed_args(words))
+
+
+def _told(error: Exception) -> str | None:
+    """What to tell the user of an error that is not ours: the input's, the disk's, the memory's; None if it is ours."""
+    from tlt_jax.config import ConfigError
+
+    if isinstance(error, ConfigError):
+        return str(error)
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno is not None:
+        return text.removeprefix(f"[Errno {error.errno}] ")
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        return f"out of memory or disk; --dry-run shows what the config needs ({text[:300]})"
+    return None
+
+
+def _refuse(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return USER_ERROR
 
 
 def _overview() -> int:
@@ -60,7 +87,14 @@ def _overview() -> int:
     for verb, text in VERBS.items():
         print(f"  {verb:9} {text}")
     print("\n`tlt VERB --help` shows a verb's options and examples.")
-    return 0
+    return DONE
+
+
+def _version() -> int:
+    from tlt_jax import __version__
+
+    print(f"tlt_jax {__version__}")
+    return DONE
 
 
 if __name__ == "__main__":

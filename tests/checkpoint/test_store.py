@@ -143,6 +143,12 @@ DAMAGE = {
     "no manifest: killed before it was written": lambda folder: (folder / "manifests/10.json").unlink(),
     "a torn manifest": lambda folder: (folder / "manifests/10.json").write_text('{"a": '),
     "a manifest that is no mapping": lambda folder: (folder / "manifests/10.json").write_text("[]"),
+    "a manifest that names nothing": lambda folder: (folder / "manifests/10.json").write_text("{}"),
+    "a step whose files are gone": lambda folder: shutil.rmtree(folder / "steps/10"),
+    "a newer step of nothing": lambda folder: (
+        (folder / "steps/11").mkdir(),
+        (folder / "manifests/11.json").write_text("{}"),
+    ),
     "an empty newer step": lambda folder: (folder / "steps/11").mkdir(),
     "a newer step that was being written": lambda folder: (folder / "steps/11.orbax-checkpoint-tmp-0").mkdir(),
     "a newer step that is half there": lambda folder: shutil.copytree(
@@ -151,6 +157,7 @@ DAMAGE = {
     "a stray file among the steps": lambda folder: (folder / "steps/notes.txt").write_text("x"),
 }
 NEWEST_STAYS = {
+    "a newer step of nothing",
     "an empty newer step",
     "a newer step that was being written",
     "a newer step that is half there",
@@ -184,7 +191,7 @@ def test_the_newest_that_verifies_is_restored_and_saving_goes_on(copied, damage,
         store.save(11, arrays(11), {})
     if expected == 2:
         assert "checkpoint 10 does not verify" in caplog.text
-        assert (copied / "damaged" / "10").is_dir()
+        assert (copied / "damaged" / "10").is_dir() or damage == "a step whose files are gone"
         assert not (copied / "steps" / "10").exists()
     with Store(copied, None) as store:
         assert store.newest() == 11

@@ -51,8 +51,8 @@ BAD = {
     "run.name=3": ["`run.name`", "3", "int", "string"],
     "sampling.temperature=hot": ["`sampling.temperature`", "'hot'", "number"],
     "stages=align": ["`stages`", "'align'", "list"],
-    "model=5": ["`model`", "5", "dictionary"],
-    "model=null": ["`model`", "None", "dictionary"],
+    "model=5": ["`model`", "5", "a section"],
+    "model=null": ["`model`", "None", "a section"],
     "model.init_from=3": ["`model.init_from`", "3", "string"],
     "data.max_documents=many": ["`data.max_documents`", "'many'", "integer"],
     "data.source.hub_token=3": ["`data.source.hub_token`", "3", "string"],
@@ -81,7 +81,13 @@ BAD = {
     "data.held_out_fraction=0": ["`data.held_out_fraction`", "0", "greater than 0"],
     "data.tokenizer.vocab_size=259": ["`data.tokenizer.vocab_size`", "259", "260"],
     "checkpoint.every_seconds=0": ["`checkpoint.every_seconds`", "0", "greater than 0"],
-    "stages=[]": ["`stages`", "[]", "at least 1 item"],
+    "stages=[]": ["`stages`", "[]", "a list with at least one entry"],
+    "stages=pretrain": ["`stages`", "'pretrain'", "a list"],
+    "model.width=4294967296": ["`model.width`", "4294967296", "2147483647"],
+    # paths that no system can look for
+    "run.output_dir=''": ["`run.output_dir`", "''", "a path"],
+    "model.init_from=~nobody-of-that-name/x": ["`model.init_from`", "~nobody-of-that-name/x", "home directory"],
+    'data.cache_dir="a\\0b"': ["`data.cache_dir`", "zero bytes"],
     # names
     "speculation.drafter=shalow": [
         "`speculation.drafter`",
@@ -113,6 +119,9 @@ BAD = {
     "data.source.kind=directory": ["`data.source`", "'directory'", "`path`"],
     "data.source.kind=hub": ["`data.source`", "'hub'", "`hub_name`"],
     "data.tasks.kind=jsonl": ["`data.tasks`", "'jsonl'", "`path`"],
+    "data.tasks.path=pairs.jsonl": ["`data.tasks`", "'python_functions'", "'pairs.jsonl'", "kind jsonl"],
+    "device.mesh={data: 1, tensor: 4}": ["device.mesh.tensor (4)", "model.kv_heads (2)"],
+    "device.mesh={data: 1, fsdp: 3}": ["device.mesh.fsdp (3)", "model.width (128)"],
     "device.mesh.data=0": ["`device.mesh`", "0", "positive"],
     "device.mesh.fsdp=-1": ["`device.mesh`", "-1", "one axis at most"],
     "device.mesh.tensor=-2": ["`device.mesh`", "-2", "positive"],
@@ -297,3 +306,28 @@ def test_the_shipped_configs_validate_without_jax():
         [sys.executable, "-c", code, *map(str, SHIPPED)], capture_output=True, text=True, cwd=ROOT, timeout=60
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_alias_bomb_ends_with_a_short_message(tmp_path):
+    levels = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))
+    text = message(path=written(tmp_path, f"a0: &a0 [x, x]\n{levels}\nrun: {{name: *a11}}\n"))
+    assert "`run.name`" in text
+    assert len(text) < 4000
+
+
+def test_merge_keys_are_merged(tmp_path):
+    path = written(
+        tmp_path,
+        """
+pretrain: {optimizer: &slow {learning_rate: 1e-5, beta2: 0.9}}
+finetune: {warmup: {optimizer: {<<: *slow, beta2: 0.8}}}
+""",
+    )
+    optimizer = load_config(path).finetune.warmup.optimizer
+    assert (optimizer.learning_rate, optimizer.beta2) == (1e-5, 0.8)
+
+
+def test_a_name_too_long_for_a_file_is_refused():
+    text = message(path="x" * 300)
+    assert "cannot be looked for" in text
+    assert "\n" not in text

@@ -102,9 +102,9 @@ BAD = {
     "cut": (b'{"text": "x', "not JSON"),
     "two on a line": (b'{"text": "x"} {"text": "y"}', "not JSON"),
     "list": (b'["text"]', "expected an object, got list"),
-    "missing": (b'{"body": "x"}', "no field 'text'; it has body"),
-    "null": (b'{"text": null}', "field 'text' is null"),
-    "number": (b'{"text": 3}', "field 'text' is int"),
+    "missing": (b'{"body": "x"}', "no field 'text' (`data.source.text_field`); it has body"),
+    "null": (b'{"text": null}', "field 'text' (`data.source.text_field`) is null"),
+    "number": (b'{"text": 3}', "field 'text' (`data.source.text_field`) is int"),
     "not utf-8": (b'{"text": "\xff"}', "not JSON"),
     "surrogate": (b'{"text": "\\ud800"}', "lone surrogate"),
     "deep": (b"[" * 100_000, "not JSON"),
@@ -152,7 +152,7 @@ def test_hub(monkeypatch):
     assert [(d.name, d.text) for d in documents] == [("dev:0", "one"), ("dev:2", "two")]
     assert skipped["bad_lines"] == 1
     assert asked == {"name": "some/set", "split": "dev", "token": "secret"}
-    with pytest.raises(ConfigError, match="some/set, record 1: field 'text' is null"):
+    with pytest.raises(ConfigError, match=r"some/set, record 1: field 'text' \(`data.source.text_field`\) is null"):
         read_documents(SourceConfig(kind="hub", hub_name="some/set"))
 
 

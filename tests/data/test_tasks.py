@@ -106,7 +106,9 @@ def test_file_of_pairs_is_split_by_prompt(tmp_path):
 def test_bad_lines_of_pairs(tmp_path):
     good = [{"prompt": f"p{i}", "completion": "c"} for i in range(4)]
     lines = [*good, b"\n", {"prompt": "p"}, {"prompt": "p", "completion": None}, {"prompt": "", "completion": "c"}]
-    with pytest.raises(ConfigError, match=r"pairs\.jsonl, line 6: no field 'completion'; it has prompt"):
+    with pytest.raises(
+        ConfigError, match=r"pairs\.jsonl, line 6: no field 'completion' \(`data.tasks.completion_field`\); it"
+    ):
         read_pairs([], [], pairs_file(tmp_path, lines), 0, ignore)
     train, held_out, counts = read_pairs([], [], pairs_file(tmp_path, lines, "skip"), 0, ignore)
     assert len(train) + len(held_out) == 4

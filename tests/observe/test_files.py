@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from tlt_jax.observe import read_json, to_json, write_json, write_text_atomically
+from tlt_jax.observe import read_json, sweep_temporary, to_json, write_json, write_text_atomically
 
 
 def test_replaces_whole_file_and_leaves_nothing_beside(tmp_path):
@@ -46,3 +46,10 @@ def test_read_json_names_the_file(tmp_path):
     (tmp_path / "bad.json").write_text('{"x": ')
     with pytest.raises(ValueError, match=r"bad.json"):
         read_json(tmp_path / "bad.json")
+
+
+def test_what_a_killed_writer_left_is_swept(tmp_path):
+    (tmp_path / ".report.json.17.tmp").write_text("{")
+    (tmp_path / "report.json").write_text("{}")
+    sweep_temporary(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]

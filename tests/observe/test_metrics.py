@@ -71,3 +71,13 @@ def test_several_rows_a_step(tmp_path):
 def test_a_row_needs_a_step(tmp_path, row):
     with MetricsLog(tmp_path / "metrics.jsonl") as log, pytest.raises(ValueError, match="step"):
         log.append(row)
+
+
+def test_steps_that_are_missing_or_stand_twice_are_told(tmp_path):
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        for step in (1, 2, 4, 4, 5):
+            log.append({"step": step})
+        assert log.faults(7) == "3 steps are missing (the first: 3), 1 steps stand more than once (the first: 4)"
+    with MetricsLog(tmp_path / "whole.jsonl") as log:
+        log.append({"step": 1})
+        assert log.faults(1) is None

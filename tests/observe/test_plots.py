@@ -59,5 +59,9 @@ def test_svg_is_well_formed_and_takes_its_colours_from_the_page(values):
 
 def test_ticks():
     assert _digits([0.0, 0.25], False) == 2 and _digits([0.0, 0.25], True) == 0 and _digits([0.0, 500.0], False) == 0
-    assert [_tick(0.25, 2), _tick(0.25, 0, True), _tick(2.4e-4, 5), _tick(0.0, 5)] == ["0.25", "25%", "2.4e-4", "0"]
+    assert [_tick(0.25, 2), _tick(0.25, 0, True), _tick(0.0, 5, small=True)] == ["0.25", "25%", "0"]
+    assert [_tick(2.4e-4, 5, small=True), _tick(2.4e-4, 4, small=True)] == ["2.4e-4", "2e-4"]
+    # Neighbours are told apart, however near: 3.69120 and 3.69122 on one axis.
+    digits = _digits([3.6912, 3.69122], False)
+    assert _tick(3.6912, digits) == "3.69120" and _tick(3.69122, digits) == "3.69122"
     assert [_tick(12_500), _tick(950)] == ["12.5k", "950"]

@@ -1,5 +1,7 @@
 """The stages' own arithmetic: budgets, pairs, packed updates, seeds, batches."""
 
+from dataclasses import asdict
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from tlt_jax.rl.objectives import PolicyTerms, policy_objective
 from tlt_jax.stages.budget import Budget, Spent, phase_budget
 from tlt_jax.stages.reward_model import balanced, fit_scale, scaled, share_won
 from tlt_jax.stages.rollouts import by_batches, request_seeds, segments
-from tlt_jax.stages.run import check_batches
+from tlt_jax.stages.run import _check_shape, check_batches
 
 
 def test_a_stage_gets_its_share_of_the_total():
@@ -138,3 +140,17 @@ def test_a_batch_that_the_mesh_does_not_divide_is_refused_by_name():
     check_batches(config, 4)
     with pytest.raises(ConfigError, match=r"pretrain.batch_size / accumulation.*is 4; expected a multiple of 8"):
         check_batches(config, 8)
+
+
+@pytest.mark.parametrize("total", [1, 5, 8, 20, 99])
+def test_no_step_of_the_total_is_lost_to_rounding(total):
+    config = load_config(None, [f"budget.total={total}"])
+    assert sum(phase_budget(config, stage, 1.0, []).amount for stage in config.stages) == total
+
+
+def test_a_run_that_began_with_another_model_is_refused_by_key(tmp_path):
+    old = asdict(tiny.SHAPE)
+    with pytest.raises(ConfigError, match=r"`data.tokenizer` was 50, now 60; `model.width` was 16, now 32;") as caught:
+        _check_shape(old, old | {"vocab": 60, "width": 32}, tmp_path)
+    assert "layers" not in str(caught.value)
+    _check_shape(old, dict(old), tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,6 +170,26 @@ def test_interrupted_it_saves_and_exits(finished, tmp_path, number, code):
     text = program.run(tmp_path, "stages=[pretrain]", "checkpoint.every_seconds=null")
     assert re.search(rf"going on from checkpoint 1: .*, {done} of the run", text)
     assert [row["step"] for row in program.rows(tmp_path)] == list(range(1, STEPS + 1))
+
+
+def test_interrupted_while_pairs_are_made_it_ends_soon(tmp_path):
+    def making() -> bool:
+        return "making training pairs" in (tmp_path / "out.txt").read_text()
+
+    assert program.kill_when(tmp_path, making, signal.SIGTERM, "stages=[align]") == 143
+    assert not program.rows(tmp_path)
+
+
+def test_rows_that_somebody_changed_are_noticed(finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    metrics = tmp_path / "runs/tiny/metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([*lines[:4], *lines[5:]]))
+    assert "1 steps are missing (the first: 5)" in program.run(tmp_path)
+    metrics.write_text("".join([*lines[:4], "garbage\n", *lines[4:]]))
+    text = program.run(tmp_path, code=2)
+    assert "metrics.jsonl, line 5: not a JSON object" in text.splitlines()[-1]
+    assert "Traceback" not in text
 
 
 def test_secrets_stay_out_of_the_run_directory(tmp_path):

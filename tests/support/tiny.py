@@ -37,6 +37,12 @@ def shallow_exit(shape: ModelShape = SHAPE, seed: int = 1, scale: float = 1.0) -
     return random_module(lambda d: ShallowExit(shape, d), seed, scale)
 
 
+def with_scaled(module: nnx.Module, path: str, scale: float) -> nnx.Module:
+    """The module with one of its arrays times `scale`."""
+    arrays = flatten(module)
+    return unflatten(module, arrays | {path: scale * arrays[path]})
+
+
 def perfect_pair(shape: ModelShape = SHAPE, seed: int = 0, scale: float = 1.0) -> tuple[Transformer, ShallowExit]:
     """A model whose layers after the exit add nothing, and the exit that equals its head: every draft stands."""
     model, exit = transformer(shape, seed, scale), shallow_exit(shape)

@@ -184,3 +184,38 @@ def test_a_real_tokenizer(stories):
     assert not {1, 2} & set(ids)
     assert stories.decode(ids) == "Once upon a time </s> <s> é"
     assert stories.decode([1, *ids, 2]) == "Once upon a time </s> <s> é"
+
+
+@pytest.mark.parametrize("value", [-1, 10**20, 5.0, True, "1"])
+def test_ids_that_are_none_are_not_taken(tokenizer, tmp_path, value):
+    if type(value) is int:  # none of the vocabulary's: the well-known name is found
+        assert write(tmp_path, tokenizer, config={"eos_token_id": value}).eos_id == 1
+    else:
+        with pytest.raises(ConfigError, match="`eos_token_id` is"):
+            write(tmp_path, tokenizer, config={"eos_token_id": value})
+
+
+def test_a_tokenizer_that_cannot_encode_every_text_is_refused(tmp_path):
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}))
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="cannot encode every text"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_vocabulary_with_a_huge_gap_is_refused(tmp_path):
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 10**6}, unk_token="<unk>"))
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="an id of 1000000"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_completion_keeps_the_space_that_it_starts_with(tokenizer, stories):
+    for each in (tokenizer, stories):
+        prompt, text = each.encode("once upon"), " a time"
+        whole = each.encode("once upon a time")
+        assert whole[: len(prompt)] == prompt
+        assert each.decode_after(prompt, whole[len(prompt) :]) == text
+    character = tokenizer.encode("日")  # three tokens: what a prompt that ends inside it adds cannot be told
+    assert tokenizer.decode_after(character[:1], character[1:]) == tokenizer.decode(character[1:])

@@ -57,7 +57,8 @@ class Store:
 
         One that does not is set aside, with a warning that says why; a read-only store leaves it where it is.
         """
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        sealed = {int(path.stem) for path in self._manifests.glob("*.json") if path.stem.isdigit()}
+        for step in sorted({*self._manager.all_steps(), *sealed}, reverse=True):
             fault = self._fault(step)
             if fault is None:
                 return step
@@ -140,8 +141,10 @@ class Store:
             expected = json.loads(manifest.read_text())
         except ValueError:
             expected = None
-        if not isinstance(expected, dict):
-            return "its manifest cannot be read"
+        if not isinstance(expected, dict) or not all(
+            any(name.startswith(f"{item}/") for name in expected) for item in ("arrays", "document")
+        ):
+            return "its manifest cannot be read, or is not whole"
         found = _digests(self._path(step))
         wrong = [name for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
         return f"{wrong[0]} is missing, added or changed" if wrong else None
@@ -150,7 +153,9 @@ class Store:
         damaged = self.folder / "damaged"
         damaged.mkdir(exist_ok=True)
         shutil.rmtree(damaged / str(step), ignore_errors=True)
-        self._path(step).rename(damaged / str(step))
+        (self._manifests / f"{step}.json").unlink(missing_ok=True)
+        if self._path(step).is_dir():
+            self._path(step).rename(damaged / str(step))
         for old in sorted(damaged.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT_ASIDE]:
             shutil.rmtree(old)
         self._manager.reload()

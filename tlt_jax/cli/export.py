@@ -1,9 +1,9 @@
 """export: the model of a run's newest checkpoint as a Hugging Face directory."""
 
 import argparse
-from pathlib import Path
 
-from tlt_jax.cli.options import DONE
+from tlt_jax.cli.codes import DONE
+from tlt_jax.cli.options import path_of
 
 EXAMPLES = """examples:
   tlt export runs/quickstart exported"""
@@ -17,6 +17,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     from tlt_jax.stages.pipeline import export_run
 
-    export_run(Path(arguments.run_dir), Path(arguments.folder))
-    print(arguments.folder)
+    folder = path_of("FOLDER", arguments.folder)
+    export_run(path_of("RUN_DIR", arguments.run_dir), folder)
+    print(folder)
     return DONE

@@ -1,13 +1,10 @@
-"""What the verbs share: the config's options, and how the program ends."""
+"""What the verbs share: the config's options, and paths as arguments."""
 
 import argparse
-from collections.abc import Callable
+from pathlib import Path
 
-from tlt_jax.config import Config, load_config
-
-DONE, FAULT, USER_ERROR = 0, 1, 2
-
-Verb = Callable[[argparse.Namespace], int]
+from tlt_jax.config import Config, ConfigError, load_config
+from tlt_jax.config.base import usable_path
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
@@ -22,4 +19,13 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
 
 def config_of(arguments: argparse.Namespace) -> Config:
     """The config that the options name. Raises ConfigError."""
-    return load_config(arguments.config, arguments.overrides)
+    path = None if arguments.config is None else path_of("--config", arguments.config)
+    return load_config(path, arguments.overrides)
+
+
+def path_of(name: str, text: str) -> Path:
+    """The path that the argument `name` gives. Raises ConfigError for a text that no path can be."""
+    try:
+        return Path(usable_path(text)).expanduser()
+    except ValueError as error:
+        raise ConfigError(f"{name} {error}") from None

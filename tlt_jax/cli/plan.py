@@ -6,10 +6,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tlt_jax.config import Config
-from tlt_jax.models.declare import table
+from tlt_jax.models.declare import shardings, table
 from tlt_jax.models.transformer import ModelShape, Transformer
-from tlt_jax.parallel.mesh import MESH_AXES, mesh_shape
-from tlt_jax.stages.models import model_shape
+from tlt_jax.parallel.mesh import MESH_AXES, make_mesh, mesh_shape
+from tlt_jax.stages.budget import Spent, phase_budget, spent
+from tlt_jax.stages.models import model_shape, transformer
 from tlt_jax.stages.run import check_batches
 
 MOMENTS = {
@@ -30,6 +31,7 @@ def print_plan(config: Config) -> None:
     shape = model_shape(config.model, config.data.tokenizer.vocab_size)
     mesh = mesh_shape(config.device.mesh, jax.device_count())
     check_batches(config, mesh[0] * mesh[1])
+    shardings(transformer(shape), make_mesh(config.device.mesh))  # refuses a mesh that does not divide the model
     facts = Table(title=f"plan of {config.run.name}", show_header=False, title_justify="left")
     rows = {
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}, mesh "
@@ -78,20 +80,20 @@ def memory(config: Config, shape: ModelShape, parts: int, itemsize: int) -> str:
 
 
 def _stages(config: Config) -> Table:
-    rows = Table("stage", "phase", f"budget, {config.budget.unit}", "tokens a step", "tokens")
-    whole = sum(getattr(config.budget, stage) for stage in config.stages)
+    unit = config.budget.unit
+    rows = Table("stage", "phase", f"budget, {unit}", "tokens a step", "tokens")
     for stage in config.stages:
-        amount = config.budget.total * getattr(config.budget, stage) / whole
-        for phase, share, tokens in _phases(config)[stage]:
-            budget = share * amount
-            total = f"{round(budget) * tokens:,}" if config.budget.unit == "steps" else ""
-            total = f"{budget:,.0f}" if config.budget.unit == "tokens" else total
-            rows.add_row(stage, phase, f"{budget:,.0f}", f"{tokens:,}", total or "as time allows")
+        before: list[Spent] = []
+        for phase, end, tokens in _phases(config)[stage]:
+            amount = phase_budget(config, stage, end, before).amount
+            before.append(spent(unit, amount))
+            total = {"steps": f"{amount * tokens:,.0f}", "tokens": f"{amount:,.0f}", "seconds": "as time allows"}[unit]
+            rows.add_row(stage, phase, f"{amount:,.0f}", f"{tokens:,}", total)
     return rows
 
 
 def _phases(config: Config) -> dict[str, list[tuple[str, float, int]]]:
-    """(phase, share of its stage, most tokens a step) by stage."""
+    """(phase, share of its stage at which it ends, most tokens a step) by stage."""
     row, limits = config.data.context_length, config.data.tasks
     whole = limits.max_prompt_tokens + limits.max_completion_tokens
     warmup, policy, reward, ppo = (
@@ -105,10 +107,10 @@ def _phases(config: Config) -> dict[str, list[tuple[str, float, int]]]:
         "pretrain": [("pretrain", 1.0, config.pretrain.batch_size * row)],
         "finetune": [
             ("warmup", warmup.share, warmup.batch_size * row),
-            ("policy", 1.0 - warmup.share, completions * limits.max_completion_tokens),
+            ("policy", 1.0, completions * limits.max_completion_tokens),
         ],
         "align": [
             ("reward_model", reward.share, 2 * reward.batch_size * whole),
-            ("ppo", 1.0 - reward.share, ppo.prompts * limits.max_completion_tokens),
+            ("ppo", 1.0, ppo.prompts * limits.max_completion_tokens),
         ],
     }

@@ -2,7 +2,8 @@
 
 import argparse
 
-from tlt_jax.cli.options import DONE
+from tlt_jax.cli.codes import DONE
+from tlt_jax.cli.options import path_of
 from tlt_jax.config import ConfigError
 
 EXAMPLES = """examples:
@@ -17,7 +18,7 @@ def main(arguments: argparse.Namespace) -> int:
     from tlt_jax.observe.report import write_report
 
     try:
-        print(write_report(arguments.run_dir))
+        print(write_report(path_of("RUN_DIR", arguments.run_dir)))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return DONE

@@ -2,12 +2,13 @@
 
 import argparse
 
-from tlt_jax.cli.options import DONE, add_config_options, config_of
+from tlt_jax.cli.codes import DONE
+from tlt_jax.cli.options import add_config_options, config_of
 
 EXAMPLES = """examples:
   python -m tlt_jax.main --config configs/quickstart.yaml
   python -m tlt_jax.main --config configs/quickstart.yaml run.name=seed1 run.seed=1
-  python -m tlt_jax.main --config configs/quickstart.yaml stages=[align] model.init_from=runs/quickstart/export
+  python -m tlt_jax.main --config configs/quickstart.yaml 'stages=[align]' model.init_from=runs/quickstart/export
   python -m tlt_jax.main --config configs/quickstart.yaml --dry-run"""
 
 

@@ -4,9 +4,10 @@ Where a name selects an implementation, a registry beside the implementations ho
 them. No JAX is imported here or in any section, so that `validate` answers at once.
 """
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Stage = Literal["pretrain", "finetune", "align"]
 Drafter = Literal["shallow", "ngram", "off"]
@@ -22,7 +23,25 @@ Aggregation = Literal["token_mean", "sequence_mean"]
 RewardName = Literal["quality", "diversity", "speed"]
 TrackerName = Literal["tensorboard"]
 
-PositiveInt = Annotated[int, Field(ge=1)]
+LARGEST_INT = 2**31 - 1  # what an array's dimension, and a count on a device, can hold
+
+
+def usable_path(text: str) -> str:
+    """`text` if a system can look for it as a path. Raises ValueError, saying what is wrong, else."""
+    if not text.strip():
+        raise ValueError(f"is {text!r}; expected a path")
+    if "\0" in text:
+        raise ValueError(f"is {text!r}; expected a path without zero bytes")
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(f"is {text!r}; expected a path: there is no such user's home directory here") from None
+    return text
+
+
+PathText = Annotated[str, AfterValidator(usable_path)]
+PathOrNone = Annotated[str, AfterValidator(lambda text: text and usable_path(text))]  # "" for none
+PositiveInt = Annotated[int, Field(ge=1, le=LARGEST_INT)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]

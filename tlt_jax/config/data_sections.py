@@ -5,7 +5,9 @@ from typing import Literal
 from pydantic import Field, SecretStr, model_validator
 
 from tlt_jax.config.base import (
+    LARGEST_INT,
     CheckName,
+    PathText,
     PositiveInt,
     Section,
     SourceKind,
@@ -17,7 +19,7 @@ class SourceConfig(Section):
     """Where documents come from."""
 
     kind: SourceKind = Field("stdlib", description="stdlib: the Python standard library's own source, tests left out")
-    path: str | None = Field(None, description="a folder (directory) or a file (jsonl)")
+    path: PathText | None = Field(None, description="a folder (directory) or a file (jsonl)")
     pattern: str = Field("**/*", description="which files of a directory, as a glob")
     text_field: str = Field("text", description="the field of a JSONL line or hub record that holds the text")
     on_bad_line: Literal["error", "skip"] = Field(
@@ -45,8 +47,8 @@ class SourceConfig(Section):
 class TokenizerConfig(Section):
     """The tokenizer: given, or trained on the training documents."""
 
-    path: str | None = Field(None, description="a tokenizer.json to use; without it one is trained")
-    vocab_size: int = Field(2048, ge=260, description="entries of the byte-level BPE that is trained")
+    path: PathText | None = Field(None, description="a tokenizer.json to use; without it one is trained")
+    vocab_size: int = Field(2048, ge=260, le=2**24, description="entries of the byte-level BPE that is trained")
 
 
 class TasksConfig(Section):
@@ -56,19 +58,25 @@ class TasksConfig(Section):
         "python_functions",
         description="python_functions: signature + docstring -> body, from the corpus; jsonl: a file of pairs",
     )
-    path: str | None = Field(None, description="the JSONL file")
+    path: PathText | None = Field(None, description="the JSONL file")
     prompt_field: str = Field("prompt", description="its field with the prompt")
     completion_field: str = Field("completion", description="its field with the completion")
     check: CheckName = Field(
         "python", description="success: python: parses as one function, is not trivial, ends; exact: is the real one"
     )
-    max_prompt_tokens: int = Field(64, ge=2, description="longer prompts are left out and counted, never cut")
-    max_completion_tokens: int = Field(64, ge=2, description="longest completion, end-of-sequence token included")
+    max_prompt_tokens: int = Field(
+        64, ge=2, le=LARGEST_INT, description="longer prompts are left out and counted, never cut"
+    )
+    max_completion_tokens: int = Field(
+        64, ge=2, le=LARGEST_INT, description="longest completion, end-of-sequence token included"
+    )
 
     @model_validator(mode="after")
     def _complete(self):
         if self.kind == "jsonl" and not self.path:
             raise ValueError("task kind 'jsonl' needs `path`")
+        if self.kind != "jsonl" and self.path:
+            raise ValueError(f"task kind {self.kind!r} does not read `path` ({self.path!r}); expected kind jsonl")
         return self
 
 
@@ -78,7 +86,7 @@ class DataConfig(Section):
     source: SourceConfig = SourceConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     tasks: TasksConfig = TasksConfig()
-    context_length: int = Field(128, ge=8, description="tokens in a packed training row")
+    context_length: int = Field(128, ge=8, le=LARGEST_INT, description="tokens in a packed training row")
     held_out_fraction: float = Field(0.05, gt=0.0, lt=1.0, description="share of the files kept for evaluation")
     max_documents: PositiveInt | None = Field(None, description="use at most so many documents, chosen by the seed")
-    cache_dir: str = Field("~/.cache/tlt_jax/data", description="folder of prepared data, one entry a digest")
+    cache_dir: PathText = Field("~/.cache/tlt_jax/data", description="folder of prepared data, one entry a digest")

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import reprlib
 import typing
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,13 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from tlt_jax.config.schema import Config
 
 REDACTED = "<redacted>"
+
+# pydantic's names of its errors, and what a user should have written.
+EXPECTED = {
+    "list_type": "a list, as in [a, b]",
+    "model_type": "a section: `key: value` pairs",
+    "too_short": "a list with at least one entry",
+}
 
 
 class ConfigError(ValueError):
@@ -39,7 +47,7 @@ _Loader.add_implicit_resolver(
 
 
 def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict:
-    keys = [loader.construct_object(key) for key, _ in node.value]
+    keys = [loader.construct_object(key) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
     for key in keys:
         if keys.count(key) > 1:
             raise ConfigError(f"config: the key {key!r} stands twice (line {node.start_mark.line + 1} onwards)")
@@ -83,7 +91,11 @@ def redacted(config: BaseModel) -> dict[str, Any]:
 
 def read_config_tree(path: Path) -> dict:
     """The YAML file as plain values, not yet validated. Raises ConfigError if it is not there or not a mapping."""
-    if not path.is_file():
+    try:
+        there = path.is_file()
+    except (OSError, ValueError) as error:  # a name too long, a zero byte
+        raise ConfigError(f"config file {_short(str(path))} cannot be looked for: {error}") from None
+    if not there:
         raise ConfigError(f"config file {str(path)!r} does not exist{_nearest(path.name, _yaml_names(path.parent))}")
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
@@ -137,14 +149,19 @@ def _explain(item: Any) -> str:
         return f"`{key}` is missing"
     if item["type"] == "literal_error":
         names = re.findall(r"'([^']*)'", item["ctx"]["expected"])
-        return f"`{key}` is {_short(value)}; expected one of {', '.join(names)}{_nearest(str(value), names)}"
-    expected = item["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+        meant = _nearest(value if isinstance(value, str) else "", names)
+        return f"`{key}` is {_short(value)}; expected one of {', '.join(names)}{meant}"
+    expected = EXPECTED.get(item["type"]) or item["msg"].removeprefix("Input should be ").removeprefix("a valid ")
     return f"`{key}` is {_short(value)} ({type(value).__name__}); expected {expected}"
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = _REPR.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+_REPR = reprlib.Repr()  # looks a few levels deep: YAML's aliases can hold more than a whole `repr` ends with
+_REPR.maxstring = _REPR.maxother = 80
 
 
 def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from tlt_jax.config.base import (
+    LARGEST_INT,
     Aggregation,
     DecayName,
     Drafter,
@@ -14,6 +15,8 @@ from tlt_jax.config.base import (
     KLEstimator,
     NonNegativeFloat,
     OptimizerName,
+    PathOrNone,
+    PathText,
     PositiveFloat,
     PositiveInt,
     RematPolicy,
@@ -28,13 +31,13 @@ class RunConfig(Section):
     """The run: its name, its directory, its seed, and what it leaves."""
 
     name: str = Field("run", description="name of the run directory below output_dir: letters, digits, ._+-")
-    output_dir: str = Field("runs", description="folder that holds run directories")
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="seeds initialisation, data order and sampling")
+    output_dir: PathText = Field("runs", description="folder that holds run directories")
+    seed: int = Field(0, ge=0, le=LARGEST_INT, description="seeds initialisation, data order and sampling")
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto: continue what the run directory holds; never: start anew, refuse to overwrite"
     )
     log_every: PositiveInt = Field(5, description="steps between two looks at the device; every step is still written")
-    samples: int = Field(4, ge=0, description="completions shown and kept at each look at the samples")
+    samples: int = Field(4, ge=0, le=LARGEST_INT, description="completions shown and kept at each look at the samples")
     trackers: list[TrackerName] = Field(["tensorboard"], description="trackers beside metrics.jsonl")
     export: bool = Field(True, description="write the final model as a Hugging Face directory")
 
@@ -49,9 +52,9 @@ class RunConfig(Section):
 class MeshConfig(Section):
     """Sizes of the mesh axes; the product is the number of devices. -1 takes what is left (one axis at most)."""
 
-    data: int = Field(-1, description="replicas that split the batch")
-    fsdp: int = Field(1, description="devices that split the batch and the weights")
-    tensor: int = Field(1, description="devices that split heads, hidden units and vocabulary")
+    data: int = Field(-1, le=LARGEST_INT, description="replicas that split the batch")
+    fsdp: int = Field(1, le=LARGEST_INT, description="devices that split the batch and the weights")
+    tensor: int = Field(1, le=LARGEST_INT, description="devices that split heads, hidden units and vocabulary")
 
     @model_validator(mode="after")
     def _sizes(self):
@@ -71,7 +74,7 @@ class DeviceConfig(Section):
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="type of activations; auto: float32 on CPU, bfloat16 elsewhere. Weights stay float32"
     )
-    compilation_cache: str = Field(
+    compilation_cache: PathOrNone = Field(
         "~/.cache/tlt_jax/compiled", description="folder of the persistent compilation cache; '' for none"
     )
     mesh: MeshConfig = MeshConfig()
@@ -80,7 +83,7 @@ class DeviceConfig(Section):
 class ModelConfig(Section):
     """A decoder-only transformer (Llama's architecture); with init_from, its shape comes from there."""
 
-    init_from: str | None = Field(
+    init_from: PathText | None = Field(
         None,
         description="a Hugging Face directory, or a run directory of ours, to take weights, shape and tokenizer from",
     )
@@ -88,7 +91,7 @@ class ModelConfig(Section):
     layers: PositiveInt = Field(4, description="layers L")
     heads: PositiveInt = Field(4, description="query heads H")
     kv_heads: PositiveInt = Field(2, description="key/value heads K; divides heads")
-    head_dim: int = Field(32, ge=2, multiple_of=2, description="width of one head")
+    head_dim: int = Field(32, ge=2, le=LARGEST_INT, multiple_of=2, description="width of one head")
     hidden: PositiveInt = Field(352, description="hidden units F of the gated MLP")
     rope_theta: PositiveFloat = Field(10_000.0, description="base of the rotary embedding")
     norm_eps: PositiveFloat = Field(1e-5, description="epsilon of RMSNorm")
@@ -190,7 +193,7 @@ class GroupPolicyConfig(Section):
     """Group-relative policy optimisation."""
 
     prompts: PositiveInt = Field(16, description="prompts a step")
-    group_size: int = Field(8, ge=2, description="completions a prompt; the baseline is their mean")
+    group_size: int = Field(8, ge=2, le=LARGEST_INT, description="completions a prompt; the baseline is their mean")
     epochs: PositiveInt = Field(1, description="passes over a step's rollouts")
     minibatches: PositiveInt = Field(2, description="updates a pass; divides prompts * group_size")
     clip_low: PositiveFloat = Field(0.2, lt=1.0, description="the ratio is clipped below 1 - clip_low")
@@ -301,7 +304,7 @@ class SamplingConfig(Section):
     """How rollouts are drawn in both reinforcement-learning stages."""
 
     temperature: PositiveFloat = Field(1.0, description="policy-gradient training needs one above 0")
-    top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0: all")
+    top_k: int = Field(0, ge=0, le=LARGEST_INT, description="keep the k likeliest tokens; 0: all")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="keep the likeliest tokens up to this mass; 1: all")
 
 
@@ -366,7 +369,19 @@ class Config(Section):
             policy.prompts * policy.group_size,
         )
         _divides("align.ppo.minibatches", ppo.minibatches, "align.ppo.prompts", ppo.prompts)
+        if self.model.init_from is None:
+            self._splits()
         return self
+
+    def _splits(self) -> None:
+        """Raises ValueError where the mesh's sizes, as far as they are known here, do not divide the model's."""
+        mesh, model, tokenizer = self.device.mesh, self.model, self.data.tokenizer
+        split = {"tensor": ["heads", "kv_heads", "hidden"], "fsdp": ["width"]}
+        for axis, names in split.items():
+            for name in names if getattr(mesh, axis) > 0 else []:
+                _divides(f"device.mesh.{axis}", getattr(mesh, axis), f"model.{name}", getattr(model, name))
+        if mesh.tensor > 0 and tokenizer.path is None:
+            _divides("device.mesh.tensor", mesh.tensor, "data.tokenizer.vocab_size", tokenizer.vocab_size)
 
 
 def _divides(key: str, value: int, whole_key: str, whole: int) -> None:

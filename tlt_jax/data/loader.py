@@ -17,13 +17,14 @@ Batch = dict[str, np.ndarray]
 class Loader:
     """An endless iterator of updates' batches; its state is exact to the sample, at any step."""
 
-    def __init__(self, rows: PackedRows, batch_size: int, accumulation: int, seed: int):
+    def __init__(self, rows: PackedRows, batch_size: int, accumulation: int, seed: int, section: str):
         import grain  # takes a while: not paid by whoever loads no data
 
         if not len(rows):
             raise ConfigError("data: no rows to train on; expected at least one")
         if batch_size % accumulation:
-            raise ConfigError(f"accumulation ({accumulation}) must divide batch_size ({batch_size})")
+            raise ConfigError(f"`{section}.accumulation` ({accumulation}) must divide batch_size ({batch_size})")
+        self._keys = {"rows": "data", "batch_size": f"{section}.batch_size", "seed": "run.seed"}
         self._accumulation = accumulation
         self._made_for = {"rows": len(rows), "batch_size": batch_size, "seed": seed}
         # Repeated before batched: fewer rows than a batch work, and no row is dropped at an epoch's end.
@@ -46,16 +47,17 @@ class Loader:
         for key, value in self._made_for.items():
             if state.get(key) != value:
                 raise ConfigError(
-                    f"data position: saved with {key} {state.get(key)}, now {value}; expected the same, or a new run"
+                    f"`{self._keys[key]}`: the run began with {key} {state.get(key)}, now {value}; expected the same,"
+                    " for its place in the data is counted in it, or a new run.name"
                 )
         self._iterator.set_state(dict(state["position"]))
 
 
-def make_loader(rows: PackedRows, batch_size: int, accumulation: int, seed: int) -> Loader:
+def make_loader(rows: PackedRows, batch_size: int, accumulation: int, seed: int, section: str = "pretrain") -> Loader:
     """An iterator of dicts of [A, B, S] arrays with A * B = batch_size; every epoch in another order that the seed
-    fixes.
+    fixes. `section` is the config's that gives the sizes, for messages.
     """
-    return Loader(rows, batch_size, accumulation, seed)
+    return Loader(rows, batch_size, accumulation, seed, section)
 
 
 def held_out_batches(rows: PackedRows, batch_size: int, limit: int | None = None) -> Iterator[Batch]:

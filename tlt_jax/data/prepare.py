@@ -79,6 +79,7 @@ def prepare(config: DataConfig, seed: int, tokenizer_path: str | None, on_progre
     counts = {
         "files": len(documents),
         "duplicates": len(found) - len(distinct),
+        "not_chosen": len(distinct) - len(documents),
         "skipped": sum(skipped.values()),
         **{f"skipped_{reason}": count for reason, count in skipped.items()},
         "bytes": sum(_bytes(document.text) for document in documents),

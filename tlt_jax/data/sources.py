@@ -92,7 +92,8 @@ def read_jsonl(source: SourceConfig) -> Found:
     `read_records`.
     """
     path = source.path or ""
-    records, bad = read_records(path, [source.text_field], source.on_bad_line, "data.source.path")
+    fields = {"data.source.text_field": source.text_field}
+    records, bad = read_records(path, fields, source.on_bad_line, "data.source.path")
     file = Path(path).name
     return [Document(f"{file}:{line}", texts[0]) for line, texts in records], {"bad_lines": bad}
 
@@ -116,7 +117,8 @@ def read_hub(source: SourceConfig) -> Found:
             f"data.source.hub_name is {source.hub_name!r} (split {source.hub_split!r}); it cannot be loaded: {message}"
         ) from None
     rows = ((f"record {index}", record) for index, record in enumerate(records))
-    found, bad = _texts_of(rows, [source.text_field], source.on_bad_line, str(source.hub_name))
+    fields = {"data.source.text_field": source.text_field}
+    found, bad = _texts_of(rows, fields, source.on_bad_line, str(source.hub_name))
     return [Document(f"{source.hub_split}:{place.split()[-1]}", texts[0]) for place, texts in found], {"bad_lines": bad}
 
 
@@ -128,9 +130,11 @@ SOURCES: dict[str, Callable[[SourceConfig], Found]] = {
 }
 
 
-def read_records(path: str, fields: list[str], on_bad_line: str, key: str) -> tuple[list[tuple[int, list[str]]], int]:
-    """The texts of `fields` in each line of a JSONL file, with its line number from 1, and the count of bad lines
-    skipped.
+def read_records(
+    path: str, fields: dict[str, str], on_bad_line: str, key: str
+) -> tuple[list[tuple[int, list[str]]], int]:
+    """The texts of `fields` ({config key: field}) in each line of a JSONL file, with its line number from 1, and the
+    count of bad lines skipped.
 
     A line may end in CRLF, may be of any length, and is ignored if blank. A bad line is one that is not UTF-8, not
     JSON, not an object, or whose field is missing, null, not a string, or text that UTF-8 cannot hold: ConfigError
@@ -157,15 +161,17 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _texts_of(
-    rows: Iterable[tuple[str, Any]], fields: list[str], on_bad_line: str, where: str
+    rows: Iterable[tuple[str, Any]], fields: dict[str, str], on_bad_line: str, where: str
 ) -> tuple[list[tuple[str, list[str]]], int]:
     found, bad = [], 0
     for place, row in rows:
         try:
-            found.append((place, [_text_field(row, field) for field in fields]))
+            found.append((place, [_text_field(row, field, key) for key, field in fields.items()]))
         except _BadLine as error:
             if on_bad_line != "skip":
-                raise ConfigError(f"{where}, {place}: {error}; set on_bad_line=skip to leave such lines out") from None
+                raise ConfigError(
+                    f"{where}, {place}: {error}; data.source.on_bad_line=skip leaves such lines out"
+                ) from None
             bad += 1
     return found, bad
 
@@ -174,7 +180,7 @@ class _BadLine(Exception):
     """Why a line cannot be used."""
 
 
-def _text_field(row: Any, field: str) -> str:
+def _text_field(row: Any, field: str, key: str) -> str:
     if isinstance(row, bytes):
         try:
             row = json.loads(row.decode("utf-8"))
@@ -183,10 +189,10 @@ def _text_field(row: Any, field: str) -> str:
     if not isinstance(row, dict):
         raise _BadLine(f"expected an object, got {type(row).__name__}")
     if field not in row:
-        raise _BadLine(f"no field {field!r}; it has {', '.join(sorted(map(str, row))[:8]) or 'none'}")
+        raise _BadLine(f"no field {field!r} (`{key}`); it has {', '.join(sorted(map(str, row))[:8]) or 'none'}")
     if not isinstance(row[field], str):
         kind = "null" if row[field] is None else type(row[field]).__name__
-        raise _BadLine(f"field {field!r} is {kind}; expected text")
+        raise _BadLine(f"field {field!r} (`{key}`) is {kind}; expected text")
     try:
         row[field].encode("utf-8")
     except UnicodeEncodeError:

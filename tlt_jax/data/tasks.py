@@ -60,8 +60,8 @@ def read_pairs(
 
 def _pairs_of_file(config: DataConfig, seed: int) -> tuple[list[Pair], list[Pair], dict[str, int]]:
     tasks = config.tasks
-    names = [tasks.prompt_field, tasks.completion_field]
-    records, bad = read_records(tasks.path or "", names, config.source.on_bad_line, "data.tasks.path")
+    fields = {"data.tasks.prompt_field": tasks.prompt_field, "data.tasks.completion_field": tasks.completion_field}
+    records, bad = read_records(tasks.path or "", fields, config.source.on_bad_line, "data.tasks.path")
     pairs = [(texts[0], texts[1]) for _, texts in records if texts[0] and texts[1]]
     held_out = held_out_names([prompt for prompt, _ in pairs], config.held_out_fraction, seed, "task prompts")
     counts = {"task_bad_lines": bad, "task_empty": len(records) - len(pairs)}

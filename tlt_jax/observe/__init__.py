@@ -3,7 +3,7 @@
 No module here imports JAX or, at module level, matplotlib or a tracker's library: the report verb answers at once.
 """
 
-from tlt_jax.observe.files import read_json, to_json, write_json, write_text_atomically
+from tlt_jax.observe.files import read_json, sweep_temporary, to_json, write_json, write_text_atomically
 from tlt_jax.observe.logs import close_logging, set_up_logging
 from tlt_jax.observe.metrics import MetricsLog, read_rows
 from tlt_jax.observe.progress import Progress
@@ -21,6 +21,7 @@ __all__ = [
     "read_json",
     "read_rows",
     "set_up_logging",
+    "sweep_temporary",
     "to_json",
     "write_json",
     "write_report",

@@ -34,6 +34,12 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
     _sync_folder(path.parent)
 
 
+def sweep_temporary(folder: str | os.PathLike[str]) -> None:
+    """Remove what writers of `folder` that were killed left beside their files; nobody else may be writing there."""
+    for path in Path(folder).glob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
 def to_json(value: Any, indent: int | None = None) -> str:
     """`value` as valid JSON: NaN and infinities as null, NumPy and JAX scalars and arrays as numbers and lists.
 

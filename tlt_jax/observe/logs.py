@@ -1,6 +1,7 @@
 """The log of a run: everything to log.txt, the messages to the console."""
 
 import logging
+import sys
 from pathlib import Path
 
 import rich
@@ -9,6 +10,19 @@ from rich.text import Text
 
 LOGGER_NAME = "tlt_jax"
 _FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+
+class LogFile(logging.FileHandler):
+    """The file of a log; where it cannot be written (a full disk), that is said once, and the run's own files decide
+    whether it goes on."""
+
+    told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say that a line is lost."""
+        if not self.told:
+            self.told = True
+            print(f"warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
 
 
 class ConsoleHandler(logging.Handler):
@@ -36,7 +50,7 @@ def set_up_logging(run_dir: str | Path, console: Console | None = None) -> loggi
     close_logging()
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    file_handler = logging.FileHandler(run_dir / "log.txt", encoding="utf-8", errors="backslashreplace")
+    file_handler = LogFile(run_dir / "log.txt", encoding="utf-8", errors="backslashreplace")
     file_handler.setFormatter(logging.Formatter(_FILE_FORMAT))
     logger = logging.getLogger(LOGGER_NAME)
     logger.setLevel(logging.DEBUG)

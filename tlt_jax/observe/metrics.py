@@ -6,6 +6,7 @@ cuts it off when it is opened again, as a new row must not be glued to it.
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,6 +47,18 @@ class MetricsLog:
             write_text_atomically(self.path, "".join(to_json(row) + "\n" for row in kept))
         self._file = self._open()
         return len(rows) - len(kept)
+
+    def faults(self, step: int) -> str | None:
+        """What is wrong with the rows of a run that has done `step` steps, each of which should stand once; or None."""
+        counts = Counter(row["step"] for row in read_rows(self.path))
+        missing = [number for number in range(1, step + 1) if number not in counts]
+        twice = [number for number, count in counts.items() if count > 1]
+        said = [
+            f"{len(steps)} steps {what} (the first: {steps[0]})"
+            for steps, what in ((missing, "are missing"), (twice, "stand more than once"))
+            if steps
+        ]
+        return ", ".join(said) or None
 
     def truncate_to(self, count: int) -> int:
         """Drop every row after the first `count`, atomically; returns how many."""

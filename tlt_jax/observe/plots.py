@@ -109,8 +109,9 @@ def curve_svg(
         axes.yaxis.set_major_locator(MaxNLocator(4))
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
-        digits = _digits([float(tick) for tick in axes.get_yticks()], percent)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, digits, percent)))
+        ticks = [float(tick) for tick in axes.get_yticks()]
+        digits, small = _digits(ticks, percent), max(map(abs, ticks), default=1.0) < 0.01
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, digits, percent, small)))
         buffer = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
@@ -142,7 +143,8 @@ def _set_limits(axes: Any, series: Sequence[Series], marks: Sequence[float]) -> 
     if not lows:
         return
     low, high = min(lows), max(highs)
-    margin = 0.07 * (high - low) or 0.05 * abs(high) or 1.0
+    # What varies by rounding alone is drawn as flat.
+    margin = 0.07 * (high - low) if high - low > 1e-5 * abs(high) else 0.05 * abs(high) or 1.0
     # A quantity that is never negative gets no axis below 0.
     axes.set_ylim(max(low - margin, 0.0) if low >= 0 else low - margin, high + margin)
 
@@ -156,15 +158,17 @@ def _digits(ticks: Sequence[float], percent: bool) -> int:
     return digits
 
 
-def _tick(value: float, digits: int = 0, percent: bool = False) -> str:
+def _tick(value: float, digits: int = 0, percent: bool = False, small: bool = False) -> str:
+    """A tick's label with `digits` decimals; `small`: on an axis of small numbers, as a power of ten."""
     if percent:
         return f"{100 * value:.{digits}f}%"
     if abs(value) >= 10_000:
         return f"{value / 1000:g}k" if abs(value) < 1e7 else f"{value:.1e}".replace("e+0", "e")
-    if digits <= 3:
-        return f"{value:.{digits}f}"
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{float(mantissa):g}e{int(exponent)}" if value else "0"
+    if not small or not value:
+        return f"{value:.{0 if small else digits}f}"
+    places = max(digits + math.floor(math.log10(abs(value))), 0)
+    mantissa, exponent = f"{value:.{places}e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
 
 
 def _for_page(svg: str) -> str:

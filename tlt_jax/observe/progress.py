@@ -8,6 +8,7 @@ import rich
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Column
 from rich.text import Text
 
 from tlt_jax.observe.files import plain
@@ -43,12 +44,12 @@ class Progress:
         if self._live:
             self._live.stop()
 
-    def start(self, stage: str, phase: str) -> None:
-        """Begin the line of a phase."""
+    def start(self, stage: str, phase: str, progress: float = 0.0) -> None:
+        """Begin the line of a phase, or go on with it from `progress`."""
         self._label = stage if stage == phase else f"{stage} {phase.replace('_', ' ')}"
         self._first = None
         self._last_plain = self._clock()
-        self._show(self._label, 0.0, "starting", always=True)
+        self._show(self._label, progress, "starting", always=True)
 
     def update(self, progress: float, row: Mapping[str, Any]) -> None:
         """Show the phase's `progress` (0 to 1) and the metrics of its latest row."""
@@ -121,11 +122,12 @@ def short_number(value: float) -> str:
 
 
 def _make_bars(console: Console) -> RichProgress:
+    gives_way = Column(no_wrap=True, overflow="ellipsis", ratio=1)  # where the line is too long
     return RichProgress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=12 if console.width < 100 else 28),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[info]}", markup=False),
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=12 if console.width <= 120 else 28),
+        TaskProgressColumn(table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[info]}", markup=False, table_column=gives_way),
         console=console,
         refresh_per_second=4,
     )

@@ -4,27 +4,21 @@ Whatever the run left is reported, and what is missing is named: a run that died
 samples has a report too.
 """
 
-import logging
 import math
 import os
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tlt_jax.observe.figures import RL_PHASES, charts_for, is_percent, phase_label, show_number, show_value, spoken
-from tlt_jax.observe.files import plain, read_json, write_json, write_text_atomically
-from tlt_jax.observe.metrics import read_rows
+from tlt_jax.observe.files import plain, write_json, write_text_atomically
 from tlt_jax.observe.plots import strong_line
+from tlt_jax.observe.run_files import Row, read_run_files, section
 
 STAGE_PHASES = {"pretrain": ("pretrain",), "finetune": ("warmup", "policy"), "align": ("reward_model", "ppo")}
 SAMPLES_SHOWN = 4  # prompts a phase
 EDGE = 0.1  # share of a phase's steps that "first" and "last" of a noisy metric average over
 PHASE_FIELDS = ("stage", "phase", "steps", "tokens", "seconds", "before", "after", "time", "note")
-
-Row = dict[str, Any]
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
@@ -51,55 +45,27 @@ def build_report(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     run_dir = Path(run_dir)
     if not any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "results.json")):
         raise ValueError(f"{run_dir}: no run here (expected a folder with config.yaml, metrics.jsonl or results.json)")
-    missing: list[str] = []
-    config_text, config = _read(missing, run_dir, "config.yaml", _read_config, ("", {}))
-    rows: list[Row] = _read(missing, run_dir, "metrics.jsonl", read_rows, [])
-    samples: list[Row] = _read(missing, run_dir, "samples.jsonl", read_rows, [])
-    results: Row = _read(missing, run_dir, "results.json", read_json, {})
-    phases = _phases(rows, samples, results.get("phases") or [])
-    missing += _missing_phases(phases, config.get("stages") or [])
-    finished = bool(results.get("finished"))
+    files = read_run_files(run_dir)
+    phases = _phases(files.rows, files.samples, files.records)
+    stages = files.config.get("stages")
     report = {
-        "name": (config.get("run") or {}).get("name") or run_dir.resolve().name,
-        "finished": finished,
+        "name": str(section(files.config, "run").get("name") or run_dir.resolve().name),
+        "finished": files.finished,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "facts": results.get("facts") or _facts_from_config(config),
-        "config": config_text,
-        "key_figures": _key_figures(phases, rows),
+        "facts": files.facts or _facts_from_config(files.config),
+        "config": files.config_text,
+        "key_figures": _key_figures(phases, files.rows),
         "phases": phases,
         "time": _total_time(phases),
-        "missing": missing,
-        "footnotes": _footnotes(phases, rows, config, results.get("facts") or {}),
+        "missing": files.missing + _missing_phases(phases, stages if isinstance(stages, list) else []),
+        "footnotes": _footnotes(phases, files.rows, files.config, files.facts),
     }
     return plain(report)
 
 
-def _read(missing: list[str], run_dir: Path, name: str, reader: Callable[[Path], Any], default: Any) -> Any:
-    path = run_dir / name
-    if not path.exists():
-        missing.append(f"{name} is missing.")
-        return default
-    try:
-        value = reader(path)
-    except (ValueError, yaml.YAMLError) as error:
-        # Named in the report itself: one damaged file must not hide what the others say.
-        logging.getLogger(__name__).warning("the report leaves out %s: %s", name, error)
-        missing.append(f"{name} could not be read and is left out: {error}")
-        return default
-    if not value:
-        missing.append(f"{name} is empty.")
-    return value if isinstance(value, type(default)) else default
-
-
-def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
-    text = path.read_text(encoding="utf-8")
-    config = yaml.safe_load(text)
-    return text, config if isinstance(config, dict) else {}
-
-
 def _facts_from_config(config: dict[str, Any]) -> dict[str, Any]:
     """What is known of a run that died before it wrote its facts."""
-    run, speculation = config.get("run") or {}, config.get("speculation") or {}
+    run, speculation = section(config, "run"), section(config, "speculation")
     facts = {
         "seed": run.get("seed"),
         "drafter": speculation.get("drafter"),
@@ -276,7 +242,11 @@ def _reward_accuracy(phases: list[dict[str, Any]]) -> dict[str, Any] | None:
             against = "no length-only baseline was measured"
             if length is not None:
                 against = f"length alone gets {show_value('eval/accuracy', length)}"
-            return _figure("Reward model", "eval/accuracy", None, accuracy, f"accuracy on held-out pairs; {against}")
+            pairs, trained = _ends(phase, "eval/pairs")[1], _ends(phase, "eval/training_pairs")[1]
+            counted = "" if pairs is None else f"{show_number(pairs)} "
+            after = "" if trained is None else f" after {show_number(trained)} training pairs"
+            detail = f"accuracy on {counted}held-out pairs{after}; {against}"
+            return _figure("Reward model", "eval/accuracy", None, accuracy, detail)
     return None
 
 
@@ -346,8 +316,8 @@ def _footnotes(phases: list[Row], rows: list[Row], config: dict[str, Any], facts
         notes.append(f"Completions that end in a loop can still be valid. Their share at the last measurement: {said}.")
     elif any("eval/valid_fraction" in phase["last"] or phase["after"] for phase in phases):
         notes.append("The share of completions that end in a loop was not measured.")
-    temperature = (config.get("sampling") or {}).get("temperature")
-    if temperature is not None and any(phase["phase"] in RL_PHASES for phase in phases):
+    temperature = section(config, "sampling").get("temperature")
+    if isinstance(temperature, int | float) and any(phase["phase"] in RL_PHASES for phase in phases):
         notes.append(f"Rollouts were sampled at temperature {temperature:g}.")
     if facts.get("evaluation_decoding"):
         notes.append(f"Evaluated and shown completions: {facts['evaluation_decoding']}.")

@@ -19,6 +19,13 @@ class Spent:
         return asdict(self)
 
 
+def spent(unit: str, amount: float) -> Spent:
+    """What a phase has used that took `amount` of a unit."""
+    used = Spent()
+    setattr(used, unit, amount)
+    return used
+
+
 @dataclass(frozen=True)
 class Budget:
     """An amount of one unit."""
@@ -36,8 +43,10 @@ def phase_budget(config: Config, stage: Stage, end: float, before: list[Spent]) 
 
     What an earlier phase of the stage left over or overran is this one's gain or loss, so the stage's total holds.
     """
-    shares: dict[str, float] = {name: getattr(config.budget, name) for name in config.stages}
-    amount = config.budget.total * end * shares[stage] / sum(shares.values())
-    if config.budget.unit != "seconds":
-        amount = round(amount)
-    return Budget(config.budget.unit, max(amount - sum(getattr(spent, config.budget.unit) for spent in before), 0.0))
+    unit, shares = config.budget.unit, [getattr(config.budget, name) for name in config.stages]
+    index = config.stages.index(stage)
+    earlier = sum(shares[:index])
+    bounds = [config.budget.total * share / sum(shares) for share in (earlier, earlier + end * shares[index])]
+    if unit != "seconds":  # rounded where one stage ends and the next begins, so that nothing of the total is lost
+        bounds = [round(bound) for bound in bounds]
+    return Budget(unit, max(bounds[1] - bounds[0] - sum(getattr(used, unit) for used in before), 0.0))

@@ -25,7 +25,7 @@ from tlt_jax.train.step import make_update
 class Warmup(Supervised):
     """Supervised warm-up: next-token loss on the completions alone, until it stops falling or its share is used."""
 
-    stage, name = "finetune", "warmup"
+    stage, name, section = "finetune", "warmup", "finetune.warmup"
 
     def __init__(self, run: Run, models: Models, sampler: Sampler):
         config, context = run.config.finetune.warmup, run.config.data.context_length

@@ -10,6 +10,7 @@ import jax
 
 from tlt_jax.config.base import Stage
 from tlt_jax.models.declare import flatten, unflatten
+from tlt_jax.observe.figures import show_value
 from tlt_jax.stages.budget import Budget, Spent, phase_budget
 from tlt_jax.stages.models import Models
 from tlt_jax.stages.run import PHASES, Interrupted, Run
@@ -86,12 +87,14 @@ class _PhaseRun:
 
     def __init__(self, run: Run, phase: Phase):
         self.run, self.phase = run, phase
-        run.progress.start(phase.stage, phase.name)
         self.started = self.last_save = time.monotonic()
         document = run.document
         resumed = document and (document["stage"], document["phase"]) == (phase.stage, phase.name)
         run.times = dict(document["times"]) if document and resumed else {}
         self.spent = Spent(**document["spent"]) if document and resumed else Spent()
+        before = [r for r in run.results if r["stage"] == phase.stage and r["phase"] != phase.name]
+        self.budget: Budget = phase_budget(run.config, phase.stage, phase.end, [Spent(**r["spent"]) for r in before])
+        run.progress.start(phase.stage, phase.name, self.budget.progress(self.spent))
         self.seconds_before = self.spent.seconds
         self.compiled_before = run.compile_seconds - run.times.get("compile", 0.0)
         self.done = bool(document and resumed and document["done"])
@@ -104,9 +107,6 @@ class _PhaseRun:
                 self.state = phase.prepare(phase.init())
             run.results.append({"stage": phase.stage, "phase": phase.name, "before": self._evaluate("before")})
         run.document = None  # what it said has been used: later phases start fresh
-        same_stage = [r for r in run.results if r["stage"] == phase.stage and r is not self.record]
-        before = [Spent(**r["spent"]) for r in same_stage]
-        self.budget: Budget = phase_budget(run.config, phase.stage, phase.end, before)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -186,7 +186,8 @@ class _PhaseRun:
         if not self.spent.steps:
             log.warning("%s %s took no step: its budget was used up before", self.phase.stage, self.phase.name)
         log.debug("%s %s: %s", self.phase.stage, self.phase.name, self.record)
-        summary = "  ".join(f"{name} {value:.3f}" for name, value in list(self.record["after"].items())[:4])
+        shown = list(self.record["after"].items())[:3]
+        summary = "  ".join(f"{name.removeprefix('eval/')} {show_value(name, value)}" for name, value in shown)
         self.run.progress.finish(f"{self.spent.steps} steps in {self.spent.seconds:.0f} s  {summary}")
 
     def _save_due(self) -> bool:

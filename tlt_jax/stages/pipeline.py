@@ -16,7 +16,7 @@ from tlt_jax.parallel.mesh import make_mesh
 from tlt_jax.stages.align import run_align
 from tlt_jax.stages.finetune import run_finetune
 from tlt_jax.stages.loop import is_past
-from tlt_jax.stages.models import Models, host_copy, initial_models, saved_models
+from tlt_jax.stages.models import Models, host_copy, initial_models, saved_models, tokenizer_path
 from tlt_jax.stages.pretrain import run_pretrain
 from tlt_jax.stages.rollouts import Sampler
 from tlt_jax.stages.run import Run, last_phase, open_run
@@ -122,7 +122,22 @@ def _first_models(run: Run, stages: Sequence[str]) -> Models:
     """
     if run.document and run.document["stage"] not in stages:
         return saved_models(run.folder, run.mesh)
+    _warn_of_another_tokenizer(run)
     return initial_models(run.config, run.corpus.tokenizer.vocab_size, run.mesh)
+
+
+def _warn_of_another_tokenizer(run: Run) -> None:
+    """A model means nothing with another tokenizer's ids; a changed file of the same vocabulary is the user's right."""
+    config = run.config
+    path = tokenizer_path(config.model)
+    if not (path and config.data.tokenizer.path and Path(path).is_file()):
+        return
+    if load_tokenizer(path).vocabulary != run.corpus.tokenizer.vocabulary:
+        log.warning(
+            "`data.tokenizer.path` has another vocabulary than the tokenizer of `model.init_from` (%s):"
+            " to that model its ids are other words",
+            path,
+        )
 
 
 def _check_place(run: Run, stages: Sequence[str]) -> None:

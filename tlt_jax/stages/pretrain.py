@@ -11,7 +11,7 @@ from tlt_jax.stages.supervised import Supervised
 class Pretrain(Supervised):
     """Next-token training; evaluated by held-out loss, bits per byte and completions."""
 
-    stage = name = "pretrain"
+    stage = name = section = "pretrain"
 
     def __init__(self, run: Run, models: Models, sampler: Sampler):
         config = run.config.pretrain

@@ -1,5 +1,6 @@
 """Stage 3, first phase: a Bradley-Terry reward model on pairs of the real completion against the policy's own."""
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,8 @@ from tlt_jax.stages.rollouts import Sampler, by_batches, real_sequences, request
 from tlt_jax.stages.run import Run
 from tlt_jax.train.state import Role, new_state
 from tlt_jax.train.step import make_update
+
+log = logging.getLogger("tlt_jax")
 
 Pairs = dict[str, np.ndarray]
 Pair = tuple[
@@ -52,7 +55,7 @@ class RewardModel(Phase):
     def prepare(self, state: PhaseState) -> PhaseState:
         data, config = self.run.corpus, self.config
         pairs = {
-            "train": self._make_pairs(data.train_tasks, config.pairs, "pairs"),
+            "train": self._make_pairs(data.train_tasks, config.pairs, "training pairs"),
             "held_out": self._make_pairs(data.held_out_tasks, config.held_out_pairs, "held-out pairs"),
         }
         return PhaseState({**state.arrays, "pairs": jax.device_put(pairs, replicated(self.run.mesh))}, state.host)
@@ -112,7 +115,10 @@ class RewardModel(Phase):
         """
         found: dict[str, list[Pair]] = {"longer": [], "shorter": [], "equal": []}
         for attempt in range(ROUNDS):
-            if 2 * min(len(found["longer"]), len(found["shorter"])) + len(found["equal"]) >= wanted:
+            self.run.check_stop()
+            count = 2 * min(len(found["longer"]), len(found["shorter"])) + len(found["equal"])
+            self.run.progress.prepare(f"making {what}", min(count / wanted, 1.0))
+            if count >= wanted:
                 break
             random = np.random.default_rng([self.run.config.run.seed, attempt, wanted])
             indices = random.choice(len(tasks), wanted, replace=len(tasks) < wanted)
@@ -127,6 +133,8 @@ class RewardModel(Phase):
                 pair = real[row], int(length[row]), rollout.tokens_BT[row], int(rollout.length_B[row])
                 found[kind].append((*pair, int(prompt_length[row])))
         kept = balanced(found, wanted)
+        self.run.progress.prepare(f"making {what}", 1.0)
+        log.info("%d %s of the %d asked for", len(kept), what, wanted)
         if not kept:
             raise ConfigError(
                 f"`align.reward_model.length_tolerance` is {self.config.length_tolerance}, within which no {what} were"

@@ -81,16 +81,17 @@ class Sampler:
 
     def completions(self, rollout: Rollout, tasks: Tasks, indices: Sequence[int] | np.ndarray) -> list[Completion]:
         """What the rewards see of a rollout of the tasks that `indices` pick."""
-        decode, check = self.run.corpus.tokenizer.decode, self.run.config.data.tasks.check
+        tokenizer, check = self.run.corpus.tokenizer, self.run.config.data.tasks.check
+        prompts = [tasks.prompts[index] for index in indices]
         return [
             Completion(
-                prompt=decode(rollout.tokens_BT[row, : rollout.prompt_length_B[row]]),
-                text=decode(tokens),
+                prompt=tokenizer.decode(prompts[row]),
+                text=tokenizer.decode_after(prompts[row], tokens),
                 tokens=tokens,
                 ended=bool(rollout.ended_B[row]),
                 accepted=int(rollout.accepted_B[row]),
                 target_calls=int(rollout.target_calls_B[row]),
-                reference=decode(tasks.completions[indices[row]]),
+                reference=tokenizer.decode_after(prompts[row], tasks.completions[indices[row]]),
                 check=check,
             )
             for row, tokens in enumerate(rollout.completions())

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tlt_jax import __version__
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config, ConfigError, dump_config
 from tlt_jax.config.load import read_config_tree, redacted
+from tlt_jax.config.schema import ModelConfig
 from tlt_jax.data import Corpus, prepare
 from tlt_jax.models.transformer import ModelShape
 from tlt_jax.observe import (
@@ -27,6 +29,7 @@ from tlt_jax.observe import (
     open_trackers,
     read_json,
     set_up_logging,
+    sweep_temporary,
     write_json,
     write_text_atomically,
 )
@@ -35,6 +38,16 @@ from tlt_jax.stages.models import tokenizer_path
 
 log = logging.getLogger("tlt_jax")
 
+# Counts of the data's summary, and how the log calls them.
+LEFT_OUT = {
+    "duplicates": "duplicate documents",
+    "skipped": "unusable documents",
+    "not_chosen": "documents beyond data.max_documents",
+    "task_duplicates": "tasks seen before",
+    "task_bad_lines": "bad lines of tasks",
+    "dropped_long_prompts": "tasks with too long a prompt",
+    "dropped_long_completions": "tasks with too long a completion",
+}
 
 PHASES = [
     ("pretrain", "pretrain"),
@@ -105,6 +118,12 @@ class Run:
         """Seconds of the whole run, earlier parts included."""
         return self._seconds_before + time.monotonic() - self._started
 
+    def check_stop(self) -> None:
+        """Raises Interrupted if a signal asked to stop: for work so long that waiting for its end is too much, and
+        that starts again from the checkpoint before it."""
+        if self.stop_signal is not None:
+            raise Interrupted(self.stop_signal)
+
     @contextmanager
     def timed(self, kind: str) -> Iterator[None]:
         """Counts what happens inside as `kind` in the phase's account of time; compilation is counted apart."""
@@ -114,9 +133,14 @@ class Run:
         self.times[kind] = self.times.get(kind, 0.0) + time.monotonic() - start - compiling
 
     def begin(self, shape: ModelShape) -> None:
-        """Records what this run is, once it is sure that it can go on: config, tokenizer, the model's shape."""
+        """Records what this run is, once it is sure that it can go on: config, tokenizer, the model's shape.
+
+        Raises ConfigError if the run began with a model of another shape.
+        """
+        if self.document:
+            _check_shape(self.document["shape"], asdict(shape), self.folder)
         self.shape = shape
-        _record_config(self.folder, self.config)
+        _record_config(self.folder, _resolved(self.config, shape))
         self.corpus.tokenizer.save(self.folder)
 
     def write_results(self, finished: bool = False) -> None:
@@ -167,11 +191,11 @@ def open_run(config: Config) -> Iterator[Run]:
         log.info("%s: %s", config.run.name, ", ".join(config.stages))
         corpus = prepare(config.data, config.run.seed, tokenizer_path(config.model), progress.prepare)
         store = stack.enter_context(Store(folder / "checkpoints", config.checkpoint.keep))
+        sweep_temporary(folder)
         run = Run(config, folder, corpus, store, progress)
         stack.enter_context(run.metrics)
         stack.enter_context(run.samples)
-        run.metrics.truncate_after(run.step)
-        run.samples.truncate_to(run.document["samples"] if run.document else 0)
+        _take_up_rows(run)
         run.trackers = open_trackers(config.run.trackers, folder, run.step + 1)
         for tracker in run.trackers:
             stack.callback(tracker.close)
@@ -180,6 +204,18 @@ def open_run(config: Config) -> Iterator[Run]:
         run.facts = _facts(run)
         _announce(run)
         yield run
+
+
+def _take_up_rows(run: Run) -> None:
+    """Brings metrics.jsonl and samples.jsonl to where the checkpoint stands. Raises ConfigError for damaged rows."""
+    try:
+        run.metrics.truncate_after(run.step)
+        run.samples.truncate_to(run.document["samples"] if run.document else 0)
+    except ValueError as error:
+        raise ConfigError(f"{error}; expected the rows as they were written: mend or remove that line") from None
+    faults = run.metrics.faults(run.step)
+    if faults:
+        log.warning("%s was changed since it was written: %s", run.metrics.path, faults)
 
 
 @contextmanager
@@ -193,6 +229,26 @@ def _locked(folder: Path) -> Iterator[None]:
                 f"run directory {str(folder)!r} is in use by another run; expected a run.name of its own"
             ) from None
         yield
+
+
+def _resolved(config: Config, shape: ModelShape) -> Config:
+    """The config with the model's shape in it, wherever that came from."""
+    known = {name: value for name, value in asdict(shape).items() if name in ModelConfig.model_fields}
+    return config.model_copy(update={"model": config.model.model_copy(update=known)})
+
+
+def _check_shape(old: dict[str, Any], new: dict[str, Any], folder: Path) -> None:
+    keys = {"vocab": "data.tokenizer"}
+    changed = [
+        f"`{keys.get(name, f'model.{name}')}` was {old.get(name)}, now {value}"
+        for name, value in new.items()
+        if old.get(name) != value
+    ]
+    if changed:
+        raise ConfigError(
+            f"the run in {str(folder)!r} began with another model: {'; '.join(changed)}; expected the same, or a new"
+            " run.name"
+        )
 
 
 def _record_config(folder: Path, config: Config) -> None:
@@ -265,8 +321,28 @@ def _facts(run: Run) -> dict[str, Any]:
         "draft_length": config.speculation.draft_length,
         "evaluation_decoding": f"sampled at temperature {config.sampling.temperature:g}",
         "budget": f"{config.budget.total:g} {config.budget.unit}",
-        "data": run.corpus.summary,
+        "data": _data_facts(run.corpus),
     }
+
+
+def _data_facts(corpus: Corpus) -> dict[str, Any]:
+    """What a reader of the report wants to know of the data; the log holds every count."""
+    data = corpus.summary
+    return {
+        "documents": data["files"],
+        "documents_held_out": data["held_out_files"],
+        "training_tokens": data["train_tokens"],
+        "tokens_held_out": data["held_out_tokens"],
+        "bytes_a_token": corpus.bytes_per_token,
+        "vocabulary": data["vocab_size"],
+        "tasks": data["train_tasks"],
+        "tasks_held_out": data["held_out_tasks"],
+        **({"left_out": _left_out(data)} if _left_out(data) else {}),
+    }
+
+
+def _left_out(data: dict[str, Any]) -> str:
+    return ", ".join(f"{data[name]} {words}" for name, words in LEFT_OUT.items() if data.get(name))
 
 
 def _versions() -> dict[str, str]:
@@ -281,7 +357,7 @@ def _announce(run: Run) -> None:
     log.info("run directory: %s", run.folder)
     log.info("%d x %s, mesh %s, %s", run.facts["device_count"], run.facts["device"], run.facts["mesh"], run.dtype)
     log.info(
-        "data: %d files, %d training tokens, %.2f bytes a token, %d tasks (%d held out)%s",
+        "data: %d documents, %d training tokens, %.2f bytes a token, %d tasks (%d held out)%s",
         data["files"],
         data["train_tokens"],
         run.corpus.bytes_per_token,
@@ -289,9 +365,9 @@ def _announce(run: Run) -> None:
         data["held_out_tasks"],
         ", from the cache" if data["cached"] else "",
     )
-    for name in ("duplicates", "skipped", "dropped_long_prompts", "dropped_long_completions"):
-        if data.get(name):
-            log.info("left out: %d %s", data[name], name.removeprefix("dropped_").replace("_", " "))
+    if _left_out(data):
+        log.info("left out: %s", _left_out(data))
+    log.debug("data: %s", data)
     if run.document:
         where = run.document
         log.info(

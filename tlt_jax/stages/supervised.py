@@ -1,6 +1,6 @@
 """What pretraining and the supervised warm-up share: next-token updates on packed rows from a loader."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,7 +17,12 @@ from tlt_jax.train.step import make_update
 
 
 class Supervised(Phase):
-    """Next-token updates on shuffled packed rows; the loader's position is part of the state."""
+    """Next-token updates on shuffled packed rows; the loader's position is part of the state.
+
+    `section` is the config's section of the phase.
+    """
+
+    section: ClassVar[str]
 
     def __init__(
         self,
@@ -38,7 +43,7 @@ class Supervised(Phase):
             exit_stride=speculation.exit_stride,
         )
         self.update = make_update(objective, self.roles, run.mesh)
-        self.loader = make_loader(rows, config.batch_size, config.accumulation, seed)
+        self.loader = make_loader(rows, config.batch_size, config.accumulation, seed, self.section)
 
     def init(self) -> PhaseState:
         train = new_state(self.roles, by_role(self.models), self.run.mesh)

@@ -18,6 +18,11 @@ from tlt_jax.config import ConfigError
 
 BOS, EOS = "<|begin|>", "<|end|>"
 
+ANY_TEXT = (
+    "A text: \u00e4\u00f6\u00fc \u4e2d\U0001f600\n\t{}"  # of every kind of character that an encoder may stumble over
+)
+MOST_GAPS = 4  # ids per entry that a vocabulary may take up
+
 # Tried in this order when no file beside a tokenizer.json says which token begins or ends a text.
 KNOWN_BOS = (BOS, "<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<|bos|>", "<|startoftext|>")
 KNOWN_EOS = (EOS, "</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]", "<|eos|>", "<|im_end|>", "<|eot_id|>")
@@ -34,10 +39,15 @@ class Tokenizer:
     eos_id: int
     json: str
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """{name: id} of every token, added ones included."""
+        return self.backend.get_vocab(with_added_tokens=True)
+
     @functools.cached_property
     def vocab_size(self) -> int:
         """Largest id + 1, added tokens included: the rows an embedding needs."""
-        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.vocabulary.values()) + 1
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`; never a special token, whatever the text holds."""
@@ -60,6 +70,14 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids` without special tokens; bytes that are no UTF-8 become U+FFFD."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def decode_after(self, prompt: Iterable[int], ids: Iterable[int]) -> str:
+        """The text that `ids` add to that of `prompt`: some decoders drop a space at the start of what they are given.
+
+        Where the prompt's end and `ids` share a character, the text of `ids` alone.
+        """
+        before, whole = self.decode(prompt), self.decode([*prompt, *ids])
+        return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
 
     def token(self, token_id: int) -> str | None:
         """The name of one token, as the vocabulary spells it."""
@@ -124,6 +142,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"tokenizer file {str(path)!r} is not a Hugging Face tokenizer.json: {error}") from None
+    ids = backend.get_vocab(with_added_tokens=True).values()
+    if max(ids, default=0) >= MOST_GAPS * len(ids) + 1:
+        raise ConfigError(
+            f"tokenizer file {str(path)!r} has {len(ids)} entries, but an id of {max(ids)}; expected ids without large"
+            " gaps, for an embedding has a row for each"
+        )
     bos_id = _special_id(backend, path.parent, "bos", KNOWN_BOS)
     eos_id = _special_id(backend, path.parent, "eos", KNOWN_EOS)
     if eos_id is None:
@@ -132,6 +156,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f" tokenizer_config.json beside it, or one of {', '.join(KNOWN_EOS)} in its vocabulary"
         )
     tokenizer = from_json(text, bos_id, eos_id)
+    try:
+        tokenizer.encode(ANY_TEXT)
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"tokenizer file {str(path)!r} cannot encode every text: {error}") from None
     eos = tokenizer.token(eos_id)
     if eos is None or eos_id in tokenizer.encode(eos):
         raise ConfigError(
@@ -171,7 +199,9 @@ def _special_id(backend: tokenizers.Tokenizer, folder: Path, which: str, known: 
     for file in ("generation_config.json", "config.json"):
         value = _read_json(folder / file).get(f"{which}_token_id")
         value = value[0] if isinstance(value, list) and value else value
-        if isinstance(value, int) and backend.id_to_token(value) is not None:
+        if isinstance(value, bool) or not isinstance(value, int | None):
+            raise ConfigError(f"file {str(folder / file)!r}: `{which}_token_id` is {value!r}; expected a token's id")
+        if value is not None and 0 <= value < 2**31 and backend.id_to_token(value) is not None:
             return value
     return next((found for name in known if (found := backend.token_to_id(name)) is not None), None)
 

@@ -14,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from tlt_jax.config import ConfigError
+from tlt_jax.config.base import LARGEST_INT
 from tlt_jax.models.hf.names import DRAFTER, INDEX, WEIGHTS, Tensor, drafter_specs, tensors, to_ours, transformer_specs
 from tlt_jax.models.transformer import ModelShape
 
@@ -70,12 +71,12 @@ def read_weights(folder: str | Path, shape: ModelShape) -> dict[str, np.ndarray]
     folder = Path(folder).expanduser()
     specs = transformer_specs(shape)
     wanted = {tensor.name: tensor for tensor in tensors(specs)}
-    weights = {path: np.empty(spec.shape, np.float32) for path, spec in specs.items()}
     with ExitStack() as stack:
         where = _open_weights(folder, stack)
         head = where.pop("lm_head.weight", None) if shape.tied else None
         where = {name: file for name, file in where.items() if not name.endswith("rotary_emb.inv_freq")}
         _check(folder, where, wanted)
+        weights = {path: np.empty(spec.shape, np.float32) for path, spec in specs.items()}
         for name, tensor in wanted.items():
             array = to_ours(_get(where[name], name), tensor.spec)
             weights[tensor.spec.path][() if tensor.layer is None else tensor.layer] = array
@@ -242,8 +243,8 @@ def _wrong(path: Path, key: str, value: Any, expected: str) -> ConfigError:
 def _integer(path: Path, config: dict[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _wrong(path, key, value, "a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_INT:
+        raise _wrong(path, key, value, f"a positive integer up to {LARGEST_INT}")
     return value
 
 
