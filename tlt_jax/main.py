@@ -5,6 +5,7 @@ little memory) does not allow it: one message, no traceback; 130 and 143 interru
 saving.
 """
 
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +17,21 @@ VERBS = {
     "report": "write the report of a run directory again",
     "export": "write a run's model as a Hugging Face directory",
 }
+
+
+# Of the system's errors, those that say what it does not allow.
+REFUSALS = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ENAMETOOLONG,
+    errno.EMFILE,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.EEXIST,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,14 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
-        message = _told(error)
-        if message is not None:
-            return _refuse(message)
         import logging
 
+        log, message = logging.getLogger("tlt_jax"), _told(error)
         # The handler that writes log.txt is still there if the run had one.
-        logging.getLogger("tlt_jax").exception("tlt_jax failed; this is a fault of ours")
-        return FAULT
+        if message is None:
+            log.exception("tlt_jax failed; this is a fault of ours")
+            return FAULT
+        log.debug("refused", exc_info=error)
+        return _refuse(message)
 
 
 def _run_verb(name: str, words: list[str]) -> int:
@@ -69,7 +86,7 @@ def _told(error: Exception) -> str | None:
     if isinstance(error, ConfigError):
         return str(error)
     text = " ".join(str(error).split())
-    if isinstance(error, OSError) and error.errno is not None:
+    if isinstance(error, OSError) and error.errno in REFUSALS:
         return text.removeprefix(f"[Errno {error.errno}] ")
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         return f"out of memory or disk; --dry-run shows what the config needs ({text[:300]})"

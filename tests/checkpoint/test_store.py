@@ -254,3 +254,20 @@ def test_a_save_that_fails_says_so_later(tmp_path, wait):
     with pytest.raises(FileNotFoundError):
         wait(store)
     store.close()  # said once, and it closes
+
+
+def test_the_older_one_stays_until_the_newer_one_is_sealed(tmp_path, monkeypatch):
+    folder = filled(tmp_path / "checkpoints", (1,), keep=1)
+
+    def fail(_):
+        raise OSError("the power fails between the save and its manifest")
+
+    monkeypatch.setattr("tlt_jax.checkpoint.store._digests", fail)
+    store = Store(folder, 1)
+    store.save(2, arrays(2), {})
+    with pytest.raises(OSError, match="the power fails"):
+        store.close()
+    monkeypatch.undo()
+    with Store(folder, 1) as store:
+        assert store.newest() == 1
+        assert bits(store.restore(1, arrays())) == bits(arrays(1))

@@ -118,6 +118,7 @@ BAD = {
     "data.source.kind=jsonl": ["`data.source`", "'jsonl'", "`path`"],
     "data.source.kind=directory": ["`data.source`", "'directory'", "`path`"],
     "data.source.kind=hub": ["`data.source`", "'hub'", "`hub_name`"],
+    "align.ppo.kl_horizon=10": ["`align.ppo`", "kl_horizon (10)", "prompts (64)"],
     "data.tasks.kind=jsonl": ["`data.tasks`", "'jsonl'", "`path`"],
     "data.tasks.path=pairs.jsonl": ["`data.tasks`", "'python_functions'", "'pairs.jsonl'", "kind jsonl"],
     "device.mesh={data: 1, tensor: 4}": ["device.mesh.tensor (4)", "model.kv_heads (2)"],

@@ -66,16 +66,10 @@ def test_resuming_is_exact_at_any_step(steps):
     assert [names(next(loader)) for _ in range(8)] == expected
 
 
-def test_a_state_that_counts_other_things_is_refused():
+def test_a_state_that_counts_other_batches_is_refused():
     state = make_loader(rows_of(5), 2, 1, seed=0).get_state()
-    others = {
-        "`data`: the run began with rows 5, now 6": (rows_of(6), 2, 1, 0),
-        "`finetune.warmup.batch_size`: the run began with batch_size 2, now 4": (rows_of(5), 4, 1, 0),
-        "`run.seed`: the run began with seed 0, now 1": (rows_of(5), 2, 1, 1),
-    }
-    for message, arguments in others.items():
-        with pytest.raises(ConfigError, match=message):
-            make_loader(*arguments, section="finetune.warmup").set_state(state)
+    with pytest.raises(ConfigError, match=r"`finetune.warmup.batch_size`: the run began with 2, now 4"):
+        make_loader(rows_of(5), 4, 1, 0, section="finetune.warmup").set_state(state)
 
 
 def test_user_errors():

@@ -110,3 +110,12 @@ def test_three_million_tokens_are_packed_quickly():
     rows = pack_documents(documents, 128)
     assert time.perf_counter() - start < 2
     assert rows.weights.sum(dtype=np.float64) == 600 * 4999
+
+
+def test_an_end_of_sequence_of_id_0_is_trained_though_padding_is_0_too():
+    rows = pack_documents([np.array([5, 6, 0], np.int32), np.array([7, 0], np.int32)], 8)
+    assert rows.targets[0, :4].tolist() == [6, 0, 7, 0]
+    assert rows.weights[0].tolist() == [1, 1, 0, 1, 0, 0, 0, 0]
+    example = (np.array([5, 6, 0], np.int32), np.array([0, 1, 1]))
+    packed = pack_examples([example], 8)
+    assert packed.weights[0].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]

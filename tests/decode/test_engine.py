@@ -264,3 +264,13 @@ def test_a_decode_blocks_temporaries_are_a_small_share_of_the_weights(drafter):
     weights = sum(leaf.size * 4 for leaf in jax.tree.leaves(view))
     assert weights > 10 * 2**20
     assert temporaries < 0.1 * weights, f"{temporaries / weights:.0%} of the weights"
+
+
+def test_an_end_of_sequence_of_id_0_ends_there_though_padding_is_0_too():
+    whole, cut = (complete("shallow", requests(1.0), eos=eos) for eos in (NO_EOS, 0))
+    for tokens, full, ended in zip(tokens_of(cut), tokens_of(whole), cut.ended_B, strict=True):
+        assert tokens == (full[: full.index(0) + 1] if 0 in full else full)
+        assert ended == (0 in full)
+    assert cut.ended_B.any()
+    kept = [c.tolist() for c in cut.completions()]
+    assert kept == [t[:-1] if e else t for t, e in zip(tokens_of(cut), cut.ended_B, strict=True)]

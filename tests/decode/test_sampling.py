@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 from support.enumeration import Setting, filtered
 
-from tlt_jax.decode.sampling import SamplingParams, draw, policy_log_probs, sampling_probs
+from tlt_jax.decode.sampling import SamplingParams, _first_above, draw, policy_log_probs, sampling_probs
 
 LAST = np.float32(1 - 2**-24)  # the largest float32 below 1
 DRAW = jax.jit(draw)
@@ -133,3 +133,10 @@ def test_the_recorded_policy_is_before_the_filters_and_at_the_temperature():
     # At temperature 0 the policy at temperature 1.
     found = policy_log_probs(jnp.asarray(logits, jnp.float32)[None, None], jnp.asarray([0.0]))
     np.testing.assert_allclose(found[0, 0], np.log(softmax(logits)), atol=1e-6)
+
+
+def test_a_cdf_that_rounding_bends_draws_no_index_of_weight_zero():
+    weights = jnp.array([[0.3, 0.0, 0.0, 0.6, 0.0]])
+    cdf = jnp.array([[0.3, 0.30001, 0.29999, 0.9, 0.90001]])  # as a parallel scan may give it
+    for target, index in ((0.0, 0), (0.29999, 0), (0.300005, 3), (0.8999, 3)):
+        assert _first_above(cdf, weights, jnp.array([target])).tolist() == [index]

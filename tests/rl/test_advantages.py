@@ -5,7 +5,7 @@ import pytest
 
 from tlt_jax.config.schema import PPOConfig
 from tlt_jax.rl.advantages import gae, group_advantages, token_weights, whiten
-from tlt_jax.rl.kl import next_kl_coef
+from tlt_jax.rl.kl import next_kl_coef, penalised_rewards, sequence_scores
 
 
 def test_group_advantages_by_hand():
@@ -110,3 +110,19 @@ def test_adaptive_kl_coefficient_by_hand(kl, expected):
 
 def test_fixed_kl_coefficient_stays():
     assert next_kl_coef(PPOConfig(kl_controller="fixed"), 0.1, 50.0, 100) == 0.1
+
+
+def test_the_kl_is_subtracted_and_the_score_stands_on_the_last_token():
+    logp = np.array([[9.0, -1.0, -2.0, 9.0], [9.0, 9.0, -0.5, -3.0]], np.float32)
+    ref = np.array([[8.0, -1.5, -1.0, 7.0], [8.0, 8.0, -0.5, -4.0]], np.float32)
+    mask = np.array([[0, 1, 1, 0], [0, 0, 1, 1]], np.float32)
+    rewards = penalised_rewards(np.array([2.0, -1.0], np.float32), logp, ref, mask, np.array([3, 4]), 0.1)
+    # Row 1: -0.1 * 0.5, then -0.1 * -1 + 2. Row 2: 0, then -0.1 * 1 - 1.
+    np.testing.assert_allclose(rewards, [[0, -0.05, 2.1, 0], [0, 0, 0, -1.1]], atol=1e-6)
+
+
+def test_a_score_is_model_and_quality_or_what_a_truncated_completion_gets():
+    config = PPOConfig(quality_coef=4.0, truncated_reward=-2.0)
+    ended = np.array([True, True, False])
+    scores = sequence_scores(np.array([0.5, -1.0, 3.0]), np.array([1.0, 0.2, 1.0]), ended, config)
+    np.testing.assert_allclose(scores, [4.5, -0.2, -2.0], atol=1e-6)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.config.schema import RewardWeights
-from tlt_jax.rl.rewards import Completion, diversity, is_valid, quality, score_groups, speed
+from tlt_jax.rl.rewards import REWARDS, Completion, diversity, is_valid, quality, score_groups, speed
 
 PROMPT = 'def add(a, b):\n    """Adds."""\n'
 GOOD = "    c = a + b\n    return c\n"
@@ -108,3 +108,36 @@ def test_score_groups_by_hand():
     # 2 + 0.5 * 1 + 0.1 * 0.5; 0.4 and no diversity, as it is not valid; 2; 2
     np.testing.assert_allclose(total, [2.55, 0.4, 2.0, 2.0], atol=1e-6)
     assert total.dtype == np.float32
+
+
+def raises(group, draft_length):
+    raise KeyError("no such thing")
+
+
+FAULTY = {
+    "raises": raises,
+    "gives nothing": lambda group, draft_length: None,
+    "gives one number": lambda group, draft_length: np.float32(1.0),
+    "gives too many": lambda group, draft_length: np.ones(len(group) + 1),
+    "gives NaN": lambda group, draft_length: np.full(len(group), np.nan),
+    "gives text": lambda group, draft_length: ["good"] * len(group),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTY)
+def test_a_group_whose_reward_fails_gets_zero_and_is_counted(monkeypatch, fault):
+    groups = [[completion(), completion("    pass\n")] for _ in range(3)]
+    everything = [c for group in groups for c in group]
+    whole, _ = score_groups(everything, 2, RewardWeights(), 5)
+
+    def sometimes(group, draft_length):
+        return FAULTY[fault](group, draft_length) if group[0] is groups[1][0] else diversity(group, draft_length)
+
+    monkeypatch.setitem(REWARDS, "diversity", sometimes)
+    scores, parts = score_groups(everything, 2, RewardWeights(), 5)
+    assert parts["failures"].tolist() == [0, 0, 1, 1, 0, 0]
+    assert scores.tolist() == [*whole[:2], 0, 0, *whole[4:]]
+    assert all(part[2:4].tolist() == [0, 0] for name, part in parts.items() if name != "failures")
+    monkeypatch.setitem(REWARDS, "diversity", FAULTY[fault])
+    with pytest.raises(RuntimeError, match="rewards failed on 3 of 3 groups"):
+        score_groups(everything, 2, RewardWeights(), 5)

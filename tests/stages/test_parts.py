@@ -9,13 +9,14 @@ import pytest
 from support import tiny
 
 from tlt_jax.config import ConfigError, load_config
-from tlt_jax.data import pack_sequences
+from tlt_jax.data import Tasks, pack_sequences
 from tlt_jax.models.heads import ScalarHead
 from tlt_jax.rl.objectives import PolicyTerms, policy_objective
 from tlt_jax.stages.budget import Budget, Spent, phase_budget
+from tlt_jax.stages.finetune import _packed
 from tlt_jax.stages.reward_model import balanced, fit_scale, scaled, share_won
 from tlt_jax.stages.rollouts import by_batches, request_seeds, segments
-from tlt_jax.stages.run import _check_shape, check_batches
+from tlt_jax.stages.run import _check_shape, _left_out, check_batches
 
 
 def test_a_stage_gets_its_share_of_the_total():
@@ -154,3 +155,22 @@ def test_a_run_that_began_with_another_model_is_refused_by_key(tmp_path):
         _check_shape(old, old | {"vocab": 60, "width": 32}, tmp_path)
     assert "layers" not in str(caught.value)
     _check_shape(old, dict(old), tmp_path)
+
+
+def test_the_warm_up_trains_the_completions_alone():
+    tasks = Tasks(
+        [np.array([1, 2, 3], np.int32), np.array([4], np.int32)],
+        [np.array([5, 6, 0], np.int32), np.array([7, 0], np.int32)],
+    )
+    rows = _packed(tasks, 16)
+    trained = rows.weights > 0
+    assert sorted(rows.targets[trained].tolist()) == [0, 0, 5, 6, 7]
+    assert set(np.unique(rows.weights)) == {0.0, 1.0}
+
+
+def test_everything_left_out_is_told():
+    counts = {"duplicates": 1, "skipped": 2, "not_chosen": 3, "task_duplicates": 4, "task_bad_lines": 5}
+    counts |= {"task_empty": 6, "dropped_empty_prompts": 7, "dropped_long_prompts": 8, "dropped_long_completions": 9}
+    said = _left_out(counts | {"task_pairs": 100, "files": 50})
+    assert [int(part.split()[0]) for part in said.split(", ")] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert _left_out({"files": 3, "duplicates": 0}) == ""

@@ -129,7 +129,8 @@ def test_a_stage_runs_alone_from_an_export_and_from_a_run(finished):
 
 
 def test_killed_at_any_moment_it_ends_with_the_same_parameters(finished, tmp_path):
-    """SIGKILL in data preparation, a training step, a save and a rollout; then the same command to the end."""
+    """SIGKILL in data preparation, a training step, a save, and once a phase is under way in each phase of rollouts;
+    then the same command to the end."""
     saving = ["checkpoint.every_steps=1"]
     steps = tmp_path / "runs/tiny/checkpoints/steps"
 
@@ -137,17 +138,25 @@ def test_killed_at_any_moment_it_ends_with_the_same_parameters(finished, tmp_pat
         found = program.rows(tmp_path)
         return found[-1]["phase"] if found else ""
 
+    def sealed(phase: str) -> bool:
+        """Whether there is a checkpoint to go on from that was made inside `phase`."""
+        manifests = sorted((steps.parent / "manifests").glob("*.json"), key=lambda p: int(p.stem))
+        document = steps / manifests[-1].stem / "document/metadata" if manifests else None
+        return bool(document and document.is_file() and json.loads(document.read_text())["phase"] == phase)
+
     moments = {
         "data preparation": lambda: "training the tokenizer" in (tmp_path / "out.txt").read_text(),
         "a step": lambda: len(program.rows(tmp_path)) >= 3,
         "a save": lambda: any("tmp" in p.name for p in steps.glob("*")) and last_phase() == "warmup",
-        "a rollout": lambda: last_phase() == "policy",
-        "a rollout of PPO": lambda: last_phase() == "ppo",
+        "the group policy": lambda: sealed("policy"),
+        "the reward model": lambda: sealed("reward_model"),
+        "PPO": lambda: sealed("ppo"),
     }
     for moment, ready in moments.items():
         assert program.kill_when(tmp_path, ready, signal.SIGKILL, *saving) == -signal.SIGKILL, moment
     text = program.run(tmp_path, *saving)
-    assert "going on from checkpoint" in text
+    for phase in ("finetune policy", "align reward_model", "align ppo"):
+        assert re.search(rf"going on from checkpoint \d+: {phase}, step [1-9]", text), phase
     assert program.parameters(tmp_path) == program.parameters(finished)
     assert [row["step"] for row in program.rows(tmp_path)] == list(range(1, STEPS + 1))
     assert not list(steps.glob("*tmp*"))
@@ -172,12 +181,28 @@ def test_interrupted_it_saves_and_exits(finished, tmp_path, number, code):
     assert [row["step"] for row in program.rows(tmp_path)] == list(range(1, STEPS + 1))
 
 
-def test_interrupted_while_pairs_are_made_it_ends_soon(tmp_path):
+def test_interrupted_while_pairs_are_made_it_ends_before_they_are(tmp_path):
     def making() -> bool:
         return "making training pairs" in (tmp_path / "out.txt").read_text()
 
-    assert program.kill_when(tmp_path, making, signal.SIGTERM, "stages=[align]") == 143
+    options = ["stages=[align]", "align.reward_model.pairs=128"]
+    assert program.kill_when(tmp_path, making, signal.SIGTERM, *options) == 143
+    assert "making held-out pairs" not in (tmp_path / "out.txt").read_text()
     assert not program.rows(tmp_path)
+    assert not list((tmp_path / "runs/tiny/checkpoints/steps").iterdir())
+
+
+def test_a_refused_resume_changes_nothing(tmp_path):
+    options = ["stages=[pretrain]", "budget.total=100000", "run.export=false", "checkpoint.every_steps=1"]
+    assert program.kill_when(tmp_path, lambda: len(program.rows(tmp_path)) >= 3, signal.SIGTERM, *options) == 143
+    config = (tmp_path / "runs/tiny/config.yaml").read_text()
+    for override, message in {
+        "pretrain.optimizer.name=lion": "does not fit the config",
+        "pretrain.batch_size=8": "`pretrain.batch_size`: the run began with 4, now 8",
+        "model.width=64": "`model.width` was 32, now 64",
+    }.items():
+        assert message in program.run(tmp_path, *options, override, code=2).splitlines()[-1]
+        assert (tmp_path / "runs/tiny/config.yaml").read_text() == config
 
 
 def test_rows_that_somebody_changed_are_noticed(finished, tmp_path):
@@ -268,6 +293,13 @@ def test_a_later_stage_goes_on_from_the_same_run_directory(tmp_path):
     assert [row["phase"] for row in program.rows(tmp_path)] == ["pretrain"] * 2 + ["warmup"] + ["policy"] * 3
     text = program.run(tmp_path, "stages=[pretrain]", "budget.total=2", "run.export=false", code=2)
     assert "already past 'pretrain'" in text.splitlines()[-1]
+
+
+def test_the_plan_is_of_the_tokenizer_that_is_given(finished, tmp_path):
+    tokenizer = finished / "runs/tiny/tokenizer.json"
+    entries = len(json.loads(tokenizer.read_text())["model"]["vocab"])
+    options = [f"data.tokenizer.path={tokenizer}", "data.tokenizer.vocab_size=4096", "--dry-run"]
+    assert f"vocabulary {entries}" in program.run(tmp_path, *options)
 
 
 def test_the_plan_is_printed_and_nothing_is_run(tmp_path):

@@ -35,9 +35,10 @@ class Store:
         self._keep, self._read_only = keep, read_only
         if not read_only:
             self._manifests.mkdir(parents=True, exist_ok=True)
-        options = ocp.CheckpointManagerOptions(
-            cleanup_tmp_directories=not read_only, read_only=read_only, create=not read_only
-        )
+            # Orbax would do so in a thread of its own, which complains where the program ends soon.
+            for unfinished in self.folder.glob("steps/*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(unfinished)
+        options = ocp.CheckpointManagerOptions(read_only=read_only, create=not read_only)
         handlers: dict[str, Any] = {
             "arrays": ocp.StandardCheckpointHandler(),
             "document": ocp.JsonCheckpointHandler(),

@@ -10,8 +10,9 @@ from tlt_jax.models.declare import shardings, table
 from tlt_jax.models.transformer import ModelShape, Transformer
 from tlt_jax.parallel.mesh import MESH_AXES, make_mesh, mesh_shape
 from tlt_jax.stages.budget import Spent, phase_budget, spent
-from tlt_jax.stages.models import model_shape, transformer
+from tlt_jax.stages.models import model_shape, tokenizer_path, transformer
 from tlt_jax.stages.run import check_batches
+from tlt_jax.text import load_tokenizer
 
 MOMENTS = {
     "adamw": 2,
@@ -28,7 +29,9 @@ def print_plan(config: Config) -> None:
     from tlt_jax.parallel.mesh import compute_dtype, set_up_devices
 
     set_up_devices(config.device)
-    shape = model_shape(config.model, config.data.tokenizer.vocab_size)
+    path = config.data.tokenizer.path or tokenizer_path(config.model)
+    vocab = load_tokenizer(path).vocab_size if path else config.data.tokenizer.vocab_size
+    shape = model_shape(config.model, vocab)
     mesh = mesh_shape(config.device.mesh, jax.device_count())
     check_batches(config, mesh[0] * mesh[1])
     shardings(transformer(shape), make_mesh(config.device.mesh))  # refuses a mesh that does not divide the model

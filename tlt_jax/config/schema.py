@@ -265,6 +265,15 @@ class PPOConfig(Section):
         OptimizerConfig(learning_rate=2e-3), description="the value head's own optimiser"
     )
 
+    @model_validator(mode="after")
+    def _controller(self):
+        if self.kl_controller == "adaptive" and self.kl_horizon < self.prompts:
+            raise ValueError(
+                f"kl_horizon ({self.kl_horizon:g}) must not be below prompts ({self.prompts}): the adaptive coefficient"
+                " changes by up to 0.2 * prompts / kl_horizon a step"
+            )
+        return self
+
 
 class AlignConfig(Section):
     """Stage 3: a reward model, then PPO."""

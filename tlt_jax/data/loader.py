@@ -24,9 +24,7 @@ class Loader:
             raise ConfigError("data: no rows to train on; expected at least one")
         if batch_size % accumulation:
             raise ConfigError(f"`{section}.accumulation` ({accumulation}) must divide batch_size ({batch_size})")
-        self._keys = {"rows": "data", "batch_size": f"{section}.batch_size", "seed": "run.seed"}
-        self._accumulation = accumulation
-        self._made_for = {"rows": len(rows), "batch_size": batch_size, "seed": seed}
+        self._section, self._accumulation, self._batch_size = section, accumulation, batch_size
         # Repeated before batched: fewer rows than a batch work, and no row is dropped at an epoch's end.
         dataset = grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(batch_size, drop_remainder=True)
         self._iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
@@ -40,16 +38,15 @@ class Loader:
 
     def get_state(self) -> dict[str, Any]:
         """JSON-able: where the next batch starts, and what that is counted in."""
-        return {**self._made_for, "position": self._iterator.get_state()}
+        return {"batch_size": self._batch_size, "position": self._iterator.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to where `state` was taken. Raises ConfigError if it counts other rows, batches or shuffles."""
-        for key, value in self._made_for.items():
-            if state.get(key) != value:
-                raise ConfigError(
-                    f"`{self._keys[key]}`: the run began with {key} {state.get(key)}, now {value}; expected the same,"
-                    " for its place in the data is counted in it, or a new run.name"
-                )
+        """Goes to where `state` was taken. Raises ConfigError if it counts other batches."""
+        if state["batch_size"] != self._batch_size:
+            raise ConfigError(
+                f"`{self._section}.batch_size`: the run began with {state['batch_size']}, now {self._batch_size};"
+                " expected the same, for its place in the data is counted in batches, or a new run.name"
+            )
         self._iterator.set_state(dict(state["position"]))
 
 

@@ -71,15 +71,29 @@ def draw(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
     rows, vocab = weights_BV.shape
     blocks = -(-vocab // CDF_BLOCK)
     padded = jnp.pad(weights_BV, ((0, 0), (0, blocks * CDF_BLOCK - vocab))).reshape(rows, blocks, CDF_BLOCK)
-    cdf = jnp.cumsum(jnp.sum(padded, axis=-1), axis=-1)
-    target = jnp.minimum(uniform_B * cdf[:, -1], _below(cdf[:, -1]))
-    block = jnp.sum(cdf <= target[:, None], axis=-1)
+    mass = jnp.sum(padded, axis=-1)
+    cdf, total = _cdf(mass)
+    target = jnp.minimum(uniform_B * total, _below(total))
+    block = _first_above(cdf, mass, target)
     start = jnp.where(block > 0, jnp.take_along_axis(cdf, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0.0)
-    inner = jnp.cumsum(jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0], axis=-1)
-    rest = jnp.minimum(target - start, _below(inner[:, -1]))
-    return (block * CDF_BLOCK + jnp.sum(inner <= rest[:, None], axis=-1)).astype(jnp.int32)
+    entries = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]
+    inner, total = _cdf(entries)
+    index = _first_above(inner, entries, jnp.minimum(target - start, _below(total)))
+    return (block * CDF_BLOCK + index).astype(jnp.int32)
+
+
+def _cdf(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(running sums, the largest of them where something is added). A parallel scan's may fall, or rise where nothing
+    is added, by rounding."""
+    cdf = jnp.cumsum(weights, axis=-1)
+    return cdf, jnp.max(jnp.where(weights > 0, cdf, 0.0), axis=-1)
+
+
+def _first_above(cdf: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
+    """The first index of positive weight at which the CDF exceeds `target`."""
+    return jnp.argmax((cdf > target[:, None]) & (weights > 0), axis=-1)
 
 
 def _below(x: jax.Array) -> jax.Array:
-    """The next smaller float: a target strictly below the total, so that rounding cannot step past the last entry."""
+    """The next smaller float: a target strictly below the total, so that there is always an entry above it."""
     return jnp.nextafter(x, jnp.zeros_like(x))

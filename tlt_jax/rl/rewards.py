@@ -107,26 +107,33 @@ def score_groups(
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """(weighted sum [B], each reward [B] by name) of completions whose groups lie next to each other.
 
-    Diversity counts for valid completions alone: otherwise noise would be paid for being different. A reward that
-    raises on a group gives 0 to the group, counted in "failures"; raises RuntimeError if most groups fail.
+    Diversity counts for valid completions alone: otherwise noise would be paid for being different. A group on which
+    a reward raises, or gives anything but finite numbers, gets 0 and is counted in "failures"; raises RuntimeError if
+    most groups fail.
     """
     groups = [completions[i : i + group_size] for i in range(0, len(completions), group_size)]
     failures = np.zeros(len(groups), bool)
 
     def guarded(function: Reward, index: int) -> np.ndarray:
+        size = len(groups[index])
         try:
-            return function(groups[index], draft_length)
+            found = np.asarray(function(groups[index], draft_length), np.float32)
+            if found.shape != (size,) or not np.isfinite(found).all():
+                raise ValueError(f"a reward gave {found}; expected {size} finite numbers")
+            return found
         except Exception:
             log.warning("a reward failed on a group of completions", exc_info=True)
             failures[index] = True
-            return np.zeros(len(groups[index]), np.float32)
+            return np.zeros(size, np.float32)
 
     parts = {
         name: np.concatenate([guarded(function, i) for i in range(len(groups))]) for name, function in REWARDS.items()
     }
     if failures.mean() > 0.5:
         raise RuntimeError(f"rewards failed on {failures.sum()} of {len(groups)} groups")
-    parts["failures"] = np.repeat(failures, [len(group) for group in groups]).astype(np.float32)
+    failed = np.repeat(failures, [len(group) for group in groups])
+    parts = {name: np.where(failed, 0.0, part) for name, part in parts.items()}
+    parts["failures"] = failed.astype(np.float32)
     earned = (parts["quality"] >= 1.0).astype(np.float32)
     total = (
         weights.quality * parts["quality"]

@@ -10,7 +10,7 @@ import numpy as np
 from tlt_jax.data import curriculum as curricula
 from tlt_jax.models.declare import initialise
 from tlt_jax.rl.advantages import gae, token_weights, whiten
-from tlt_jax.rl.kl import next_kl_coef
+from tlt_jax.rl.kl import next_kl_coef, penalised_rewards, sequence_scores
 from tlt_jax.rl.objectives import PolicyTerms, policy_objective, sequence_log_probs, sequence_rewards, sequence_values
 from tlt_jax.rl.rewards import quality
 from tlt_jax.stages.evaluate import evaluate_completions
@@ -89,11 +89,11 @@ class PPO(Phase):
             )
             model_scores = scaled(judged["score"], rollout.completion_length_B, state.host)
             qualities = quality(self.sampler.completions(rollout, tasks, chosen), self.sampler.engine.draft_length)
-            scores = model_scores + config.quality_coef * qualities
-            scores = np.where(rollout.ended_B, scores, config.truncated_reward).astype(np.float32)
+            scores = sequence_scores(model_scores, qualities, rollout.ended_B, config)
             coef, mask = state.host["kl_coef"], rollout.completion_mask_BT
-            rewards_BT = -coef * (rollout.policy_logp_BT - judged["ref_logp"]) * mask
-            rewards_BT[np.arange(len(scores)), rollout.length_B - 1] += scores
+            rewards_BT = penalised_rewards(
+                scores, rollout.policy_logp_BT, judged["ref_logp"], mask, rollout.length_B, coef
+            )
             values_BT = judged["values"] * mask
             advantages, returns = gae(rewards_BT, values_BT, mask, config.gamma, config.gae_lambda)
         rewarded = time.monotonic()

@@ -51,6 +51,10 @@ class Phase(ABC):
         """The expensive start of a fresh phase; not run when it resumes."""
         return state
 
+    def check(self, state: PhaseState) -> None:
+        """Raises ConfigError where a restored state cannot be gone on with."""
+        return
+
     @abstractmethod
     def step(self, state: PhaseState, step: Step) -> tuple[PhaseState, dict[str, Any], int]:
         """One step: (state, metrics as numbers or device scalars, tokens spent)."""
@@ -102,7 +106,9 @@ class _PhaseRun:
         self.last_flush, self.idle = time.monotonic(), 0.0
         if document and resumed:
             self.state = self._restored(document)
+            run.record()
         else:
+            run.record()
             with run.timed("prepare"):
                 self.state = phase.prepare(phase.init())
             run.results.append({"stage": phase.stage, "phase": phase.name, "before": self._evaluate("before")})
@@ -243,7 +249,9 @@ class _PhaseRun:
         fresh = self.phase.init()
         assert self.run.checkpoint is not None
         arrays = self.run.store.restore(self.run.checkpoint, flatten(fresh.arrays))
-        return PhaseState(unflatten(fresh.arrays, arrays), document["host"])
+        state = PhaseState(unflatten(fresh.arrays, arrays), document["host"])
+        self.phase.check(state)
+        return state
 
 
 def models_of(state: PhaseState) -> Models:

@@ -107,7 +107,6 @@ def _run_stages(run: Run, stages: Sequence[str], models: Models | None) -> Model
         models = _first_models(run, stages)
     run.begin(models.policy.shape)
     run.facts["parameters"] = sum(array.size for array in host_copy(models.policy).values())
-    run.write_results()
     sampler = Sampler(run, models.policy.shape)
     for stage in stages:
         # A stage that is past gives its successor the shapes alone: what it restores from was saved later.
@@ -146,8 +145,8 @@ def _check_place(run: Run, stages: Sequence[str]) -> None:
     document = run.document
     if document and document["data"] != run.corpus.summary["digest"]:
         raise ConfigError(
-            f"the run in {str(run.folder)!r} began with other data (`data.*`, `run.seed` or the files differ);"
-            " expected the same, or a new run.name"
+            f"the run in {str(run.folder)!r} began with other data (`data.*`, `run.seed`, the files, or the versions of"
+            " Python or tokenizers differ); expected the same, or a new run.name"
         )
     if document is None or document["stage"] in stages:
         return

@@ -113,6 +113,7 @@ class RewardModel(Phase):
 
         Among the pairs, the real completion is the longer one as often as the shorter: what is over is left out.
         """
+        log.info("making %s: %d asked for", what, wanted)
         found: dict[str, list[Pair]] = {"longer": [], "shorter": [], "equal": []}
         for attempt in range(ROUNDS):
             self.run.check_stop()
@@ -134,7 +135,7 @@ class RewardModel(Phase):
                 found[kind].append((*pair, int(prompt_length[row])))
         kept = balanced(found, wanted)
         self.run.progress.prepare(f"making {what}", 1.0)
-        log.info("%d %s of the %d asked for", len(kept), what, wanted)
+        log.info("%d %s made", len(kept), what)
         if not kept:
             raise ConfigError(
                 f"`align.reward_model.length_tolerance` is {self.config.length_tolerance}, within which no {what} were"

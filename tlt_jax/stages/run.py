@@ -45,6 +45,8 @@ LEFT_OUT = {
     "not_chosen": "documents beyond data.max_documents",
     "task_duplicates": "tasks seen before",
     "task_bad_lines": "bad lines of tasks",
+    "task_empty": "tasks without text on both sides",
+    "dropped_empty_prompts": "tasks with an empty prompt",
     "dropped_long_prompts": "tasks with too long a prompt",
     "dropped_long_completions": "tasks with too long a completion",
 }
@@ -64,7 +66,7 @@ def last_phase(stage: str) -> tuple[str, str]:
 
 
 class Interrupted(Exception):
-    """A signal asked the run to stop; everything is saved."""
+    """A signal asked the run to stop; what was done is saved, or starts again from what is."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -89,6 +91,7 @@ class Run:
         self.results: list[dict[str, Any]] = self.document["results"] if self.document else []
         self.facts: dict[str, Any] = {}
         self.shape: ModelShape | None = None
+        self._recorded = False
         self.metrics = MetricsLog(folder / "metrics.jsonl")
         self.samples = MetricsLog(folder / "samples.jsonl")
         self.trackers: list[Tracker] = []
@@ -133,15 +136,19 @@ class Run:
         self.times[kind] = self.times.get(kind, 0.0) + time.monotonic() - start - compiling
 
     def begin(self, shape: ModelShape) -> None:
-        """Records what this run is, once it is sure that it can go on: config, tokenizer, the model's shape.
-
-        Raises ConfigError if the run began with a model of another shape.
-        """
+        """Takes the model's shape. Raises ConfigError if the run began with a model of another shape."""
         if self.document:
             _check_shape(self.document["shape"], asdict(shape), self.folder)
         self.shape = shape
-        _record_config(self.folder, _resolved(self.config, shape))
-        self.corpus.tokenizer.save(self.folder)
+
+    def record(self) -> None:
+        """Writes what this run is: config, tokenizer, facts. Not before it is sure that it can go on: a command that
+        is refused changes nothing."""
+        if self.shape is not None and not self._recorded:
+            self._recorded = True
+            _record_config(self.folder, _resolved(self.config, self.shape))
+            self.corpus.tokenizer.save(self.folder)
+            self.write_results()
 
     def write_results(self, finished: bool = False) -> None:
         """Rewrites results.json, from which the report is made."""
@@ -171,9 +178,10 @@ def open_run(config: Config) -> Iterator[Run]:
     Raises ConfigError where the config, the data or the directory cannot be used.
     """
     folder = Path(config.run.output_dir).expanduser() / config.run.name
-    if config.run.resume == "never" and folder.exists() and any(folder.iterdir()):
+    begun = any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints"))
+    if config.run.resume == "never" and begun:
         raise ConfigError(
-            f"`run.resume` is 'never' and {str(folder)!r} exists; expected a new run.name, or run.resume=auto"
+            f"`run.resume` is 'never' and {str(folder)!r} holds a run; expected a new run.name, or run.resume=auto"
         )
     set_up_devices(config.device)
     try:
@@ -277,7 +285,7 @@ def _signals(run: Run) -> Iterator[None]:
         if run.stop_signal is not None:
             raise SystemExit(128 + number)
         run.stop_signal = number
-        log.info("%s: saving after this step, then leaving", signal.Signals(number).name)
+        log.info("%s: leaving after this step; what is done is saved", signal.Signals(number).name)
 
     try:
         old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -49,6 +49,9 @@ class Supervised(Phase):
         train = new_state(self.roles, by_role(self.models), self.run.mesh)
         return PhaseState({"train": train, **untrained(self.models, self.roles)}, {"loader": self.loader.get_state()})
 
+    def check(self, state: PhaseState) -> None:
+        self.loader.set_state(state.host["loader"])
+
     def step(self, state: PhaseState, step: Step) -> tuple[PhaseState, dict[str, Any], int]:
         if self.loader.get_state() != state.host["loader"]:
             self.loader.set_state(state.host["loader"])
