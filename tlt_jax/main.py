@@ -5,6 +5,7 @@ little memory) does not allow it: one message, no traceback; 130 and 143 interru
 saving.
 """
 
+import difflib
 import errno
 import sys
 from collections.abc import Sequence
@@ -43,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _version()
     if words[0] not in VERBS:
         if not words[0].startswith("-") and "=" not in words[0]:
-            return _refuse(f"unknown verb {words[0]!r}; expected one of {', '.join(VERBS)}")
+            near = difflib.get_close_matches(words[0], VERBS, 1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            return _refuse(f"unknown verb {words[0]!r}; expected one of {', '.join(VERBS)}{meant}")
         words = ["run", *words]
     try:
         return _run_verb(words[0], words[1:])

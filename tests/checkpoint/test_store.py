@@ -206,9 +206,18 @@ def test_a_damaged_file_is_named(copied, caplog):
     assert name in caplog.text
 
 
-def test_where_all_are_damaged_there_is_none(copied):
+def test_where_all_are_damaged_nothing_is_begun_anew(copied):
     flip_a_byte(copied)
     (copied / "manifests/2.json").unlink()
+    before = listing(copied)
+    for _ in range(2):
+        with Store(copied, None) as store, pytest.raises(ConfigError, match=r"none of the checkpoints .* verifies"):
+            store.newest()
+    assert listing(copied) == before
+
+
+def test_where_none_was_ever_whole_a_run_begins(copied):
+    shutil.rmtree(copied / "manifests")
     with Store(copied, None) as store:
         assert store.newest() is None
         store.save(1, arrays(1), {})

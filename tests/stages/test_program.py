@@ -98,8 +98,10 @@ def test_the_policy_starts_at_its_reference(finished):
 
 def test_a_finished_run_says_so_and_exits_0(finished):
     before = program.parameters(finished)
-    text = program.run(finished)
+    text = program.run(finished, "sampling.temperature=0.5")
     assert "this run is finished" in text
+    assert "the config differs from the one this run began with, in: sampling.temperature" in text
+    assert "began with other data" in program.run(finished, "run.seed=3", code=2)
     assert program.parameters(finished) == before
     assert len(program.rows(finished)) == STEPS
 

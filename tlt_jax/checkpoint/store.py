@@ -54,19 +54,29 @@ class Store:
         self.close()
 
     def newest(self) -> int | None:
-        """The newest step that verifies, or None.
+        """The newest step that verifies, or None where nothing was ever saved whole.
 
-        One that does not is set aside, with a warning that says why; a read-only store leaves it where it is.
+        One that does not is set aside, with a warning that says why; a read-only store leaves it where it is. Raises
+        ConfigError if none verifies of those that were saved whole: to begin anew is then for the user to decide.
         """
         sealed = {int(path.stem) for path in self._manifests.glob("*.json") if path.stem.isdigit()}
+        faults: dict[int, str] = {}
         for step in sorted({*self._manager.all_steps(), *sealed}, reverse=True):
             fault = self._fault(step)
             if fault is None:
-                return step
+                break
+            faults[step] = fault
             log.warning("checkpoint %d does not verify (%s); looking for an older one", step, fault)
-            if not self._read_only:
-                self._set_aside(step)
-        return None
+        else:
+            if sealed:
+                raise ConfigError(
+                    f"none of the checkpoints in {str(self.folder)!r} verifies ({faults[max(sealed)]}); expected a new"
+                    " run.name, or that folder moved away, to begin anew"
+                )
+            step = None
+        for damaged in faults if not self._read_only else ():
+            self._set_aside(damaged)
+        return step
 
     def save(self, step: int, arrays: Arrays, document: dict) -> None:
         """Starts to save; returns once the arrays may be donated. Raises what an earlier save failed with."""

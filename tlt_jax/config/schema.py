@@ -125,8 +125,8 @@ class OptimizerConfig(Section):
         None, description="muon: peak rate of what AdamW handles; default: the same"
     )
     weight_decay: NonNegativeFloat = Field(0.0, description="decoupled weight decay, on matrices alone")
-    beta1: float = Field(0.9, ge=0.0, lt=1.0)
-    beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    beta1: float = Field(0.9, ge=0.0, lt=1.0, description="decay of the gradient's running mean (Adam, Lion)")
+    beta2: float = Field(0.95, ge=0.0, lt=1.0, description="decay of its square's (Adam), or of the momentum (Lion)")
     clip_norm: PositiveFloat = Field(1.0, description="largest global gradient norm")
     warmup_fraction: Fraction = Field(0.05, description="share of the phase over which the rate rises from 0")
     decay: DecayName = Field("cosine", description="shape of the fall after warm-up")

@@ -184,6 +184,8 @@ def _text_field(row: Any, field: str, key: str) -> str:
     if isinstance(row, bytes):
         try:
             row = json.loads(row.decode("utf-8"))
+        except json.JSONDecodeError as error:
+            raise _BadLine(f"not JSON ({error.msg}, column {error.colno})") from None
         except (ValueError, RecursionError) as error:
             raise _BadLine(f"not JSON ({error})") from None
     if not isinstance(row, dict):

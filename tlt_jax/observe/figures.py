@@ -63,7 +63,11 @@ CHARTS = (
 def charts_for(metrics: Iterable[str]) -> list[Chart]:
     """The charts to try for a phase that has `metrics`; the parts of a reward get a chart behind the reward's."""
     parts = sorted(name for name in metrics if name.startswith("rl/reward_") and name != "rl/reward_std")
+    metrics = set(metrics)
     charts = list(CHARTS)
+    if "train/main_loss" in metrics:  # of a loss with an early exit's, the part that is like the held-out loss
+        loss = (("train/main_loss", "training"), *CHARTS[0].metrics[1:])
+        charts[0] = Chart(CHARTS[0].title, loss)
     if parts:
         words = tuple((name, name.removeprefix("rl/reward_").replace("_", " ")) for name in parts[:6])
         charts.insert([chart.title for chart in charts].index("Reward") + 1, Chart("Parts of the reward", words))

@@ -92,7 +92,7 @@ class Progress:
 def describe_row(row: Mapping[str, Any]) -> list[str]:
     """The few numbers of a row that fit on a line: reward or loss, speed, target calls per token."""
     row, parts = plain(dict(row)), []
-    for name, word in (("rl/reward", "reward"), ("train/loss", "loss")):
+    for name, word in (("rl/reward", "reward"), ("train/main_loss", "loss"), ("train/loss", "loss")):
         if isinstance(row.get(name), int | float):
             parts.append(f"{word} {row[name]:.3f}")
             break

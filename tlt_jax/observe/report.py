@@ -57,7 +57,8 @@ def build_report(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         "key_figures": _key_figures(phases, files.rows),
         "phases": phases,
         "time": _total_time(phases),
-        "missing": files.missing + _missing_phases(phases, stages if isinstance(stages, list) else []),
+        "missing": files.missing
+        + _missing_phases(phases, stages if isinstance(stages, list) else [], section(files.facts, "data")),
         "footnotes": _footnotes(phases, files.rows, files.config, files.facts),
     }
     return plain(report)
@@ -186,7 +187,7 @@ def _of_prompt(samples: list[Row], prompt: str) -> dict[str, Any] | None:
     return None
 
 
-def _missing_phases(phases: list[dict[str, Any]], stages: list[str]) -> list[str]:
+def _missing_phases(phases: list[dict[str, Any]], stages: list[str], data: Row) -> list[str]:
     there = {(phase["stage"], phase["phase"]) for phase in phases}
     missing = []
     for stage in stages:
@@ -194,8 +195,9 @@ def _missing_phases(phases: list[dict[str, Any]], stages: list[str]) -> list[str
         missing += [f"{label}: the run has no rows of this phase." for label in lacking]
     unfinished = [phase["label"] for phase in phases if not phase["finished"]]
     missing += [f"{label}: not finished; figures are those of its rows." for label in unfinished]
-    # A reward model completes nothing, so that it has none to keep.
-    lacking = [p["label"] for p in phases if not p["samples"]["pairs"] and p["phase"] != "reward_model"]
+    # A reward model completes nothing, and pretraining on data without tasks has nothing to complete.
+    without = {"reward_model", *(["pretrain"] if data.get("tasks_held_out") == 0 else [])}
+    lacking = [p["label"] for p in phases if not p["samples"]["pairs"] and p["phase"] not in without]
     if lacking:
         missing.append(f"No completions were kept for: {', '.join(lacking)}.")
     return missing

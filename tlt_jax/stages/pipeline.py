@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from tlt_jax.config import Config, ConfigError, load_config
 from tlt_jax.config.schema import MeshConfig
 from tlt_jax.models.hf import export
+from tlt_jax.models.transformer import ModelShape
 from tlt_jax.observe import write_report
 from tlt_jax.parallel.mesh import make_mesh
 from tlt_jax.stages.align import run_align
@@ -47,6 +48,9 @@ def run_all(config: Config) -> StageResult:
     with open_run(config) as run:
         try:
             if run.finished:
+                assert run.document is not None
+                _check_place(run, config.stages)
+                run.warn_of_changes(ModelShape(**run.document["shape"]))
                 log.info("this run is finished (%d steps); nothing is left to do; more needs a new run.name", run.step)
                 models = saved_models(run.folder, run.mesh)
             else:
@@ -74,6 +78,8 @@ def align(config: Config, models: Models | None = None) -> StageResult:
 
 def export_run(run_dir: Path, folder: Path) -> None:
     """Writes the model of a run directory's newest checkpoint as a Hugging Face directory. Raises ConfigError."""
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"{str(run_dir)!r}: no run here (expected a folder with config.yaml and checkpoints)")
     config = load_config(run_dir / "config.yaml")
     tokenizer = load_tokenizer(run_dir / "tokenizer.json")
     models = saved_models(run_dir, make_mesh(MeshConfig()))
@@ -105,6 +111,7 @@ def _run_stages(run: Run, stages: Sequence[str], models: Models | None) -> Model
     _check_tasks(run, stages)
     if models is None:
         models = _first_models(run, stages)
+        _say_what_is_odd(run, stages, models.policy.shape)
     run.begin(models.policy.shape)
     run.facts["parameters"] = sum(array.size for array in host_copy(models.policy).values())
     sampler = Sampler(run, models.policy.shape)
@@ -113,6 +120,20 @@ def _run_stages(run: Run, stages: Sequence[str], models: Models | None) -> Model
         if not is_past(run, *last_phase(stage)):
             models = STAGES[stage](run, models, sampler)
     return models
+
+
+def _say_what_is_odd(run: Run, stages: Sequence[str], shape: ModelShape) -> None:
+    """Warns of what a config may not have meant."""
+    model = run.config.model
+    if model.init_from is None and stages[0] != "pretrain" and run.document is None:
+        log.warning("%s starts from a fresh model: `model.init_from` names none", stages[0])
+    unused = [
+        f"model.{name} ({getattr(model, name)}, there {value})"
+        for name, value in asdict(shape).items()
+        if name in model.model_fields_set and getattr(model, name) != value
+    ]
+    if model.init_from is not None and unused:
+        log.warning("`model.init_from` decides the model's shape; not used: %s", ", ".join(unused))
 
 
 def _first_models(run: Run, stages: Sequence[str]) -> Models:
@@ -161,11 +182,13 @@ def _check_place(run: Run, stages: Sequence[str]) -> None:
 
 def _check_tasks(run: Run, stages: Sequence[str]) -> None:
     """Raises ConfigError, before anything is trained, if a later stage would find no tasks."""
+    needing = " and ".join(stage for stage in stages if stage != "pretrain")
     sides = {"training": run.corpus.train_tasks, "held-out": run.corpus.held_out_tasks}
     for which, tasks in sides.items():
         if not len(tasks) and set(stages) - {"pretrain"}:
             raise ConfigError(
-                f"`data.tasks`: the {which} data has no tasks within its limits; expected some, for {stages[-1]!r}"
+                f"`data.tasks`: the {which} data has no tasks within its limits; expected some, for {needing}: data"
+                " with Python functions, or data.tasks.kind=jsonl; without any, 'stages=[pretrain]'"
             )
 
 

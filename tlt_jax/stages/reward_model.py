@@ -25,6 +25,7 @@ Pairs = dict[str, np.ndarray]
 Pair = tuple[
     np.ndarray, int, np.ndarray, int, int
 ]  # the real sequence, its length; the policy's own, its; the prompt's
+FEW, FEW_MADE = 0.25, ": few of those asked for, so that what is learned and measured on them means little"
 ROUNDS = 8  # at most so many completions are drawn for each pair asked for
 
 
@@ -135,7 +136,8 @@ class RewardModel(Phase):
                 found[kind].append((*pair, int(prompt_length[row])))
         kept = balanced(found, wanted)
         self.run.progress.prepare(f"making {what}", 1.0)
-        log.info("%d %s made", len(kept), what)
+        few = len(kept) < FEW * wanted
+        log.log(logging.WARNING if few else logging.INFO, "%d %s made%s", len(kept), what, FEW_MADE if few else "")
         if not kept:
             raise ConfigError(
                 f"`align.reward_model.length_tolerance` is {self.config.length_tolerance}, within which no {what} were"

@@ -146,9 +146,19 @@ class Run:
         is refused changes nothing."""
         if self.shape is not None and not self._recorded:
             self._recorded = True
-            _record_config(self.folder, _resolved(self.config, self.shape))
+            self.warn_of_changes(self.shape)
+            write_text_atomically(self.folder / "config.yaml", dump_config(_resolved(self.config, self.shape)))
             self.corpus.tokenizer.save(self.folder)
             self.write_results()
+
+    def warn_of_changes(self, shape: ModelShape) -> None:
+        """Says which keys differ from those of the config that the run directory holds, for a model of this shape."""
+        path = self.folder / "config.yaml"
+        changed = (
+            sorted(_changes(read_config_tree(path), redacted(_resolved(self.config, shape)))) if path.is_file() else []
+        )
+        if changed:
+            log.warning("the config differs from the one this run began with, in: %s", ", ".join(changed))
 
     def write_results(self, finished: bool = False) -> None:
         """Rewrites results.json, from which the report is made."""
@@ -257,16 +267,6 @@ def _check_shape(old: dict[str, Any], new: dict[str, Any], folder: Path) -> None
             f"the run in {str(folder)!r} began with another model: {'; '.join(changed)}; expected the same, or a new"
             " run.name"
         )
-
-
-def _record_config(folder: Path, config: Config) -> None:
-    """Writes config.yaml; when the run goes on with another config, says which keys changed."""
-    path, text = folder / "config.yaml", dump_config(config)
-    if path.is_file():
-        changed = sorted(_changes(read_config_tree(path), redacted(config)))
-        if changed:
-            log.warning("the config differs from the one this run began with, in: %s", ", ".join(changed))
-    write_text_atomically(path, text)
 
 
 def _changes(old: Any, new: Any, prefix: str = "") -> Iterator[str]:

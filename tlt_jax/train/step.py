@@ -42,7 +42,7 @@ def make_update(
     """update(state, batch, progress) -> (state, metrics). Arrays are [A, b, ...]; progress in [0, 1] sets the rates.
 
     The state is donated: use the one that comes back. Metrics are device scalars; `train/grad_norm` (before clipping)
-    and `train/lr` are the policy's, or the first role's where there is none.
+    is the policy's, or all roles' where there is none, and `train/lr` the policy's, or the first role's.
     """
     transforms = {name: role.transform() for name, role in roles.items()}
     main = "policy" if "policy" in roles else next(iter(roles))
@@ -56,7 +56,7 @@ def make_update(
                 updates, opt[name] = transforms[name].update(grads[name], state.opt[name], state.params[name])
                 rate = role.rate(progress)
                 params[name] = jax.tree.map(lambda p, u, rate=rate: p + rate * u, state.params[name], updates)
-        metrics["train/grad_norm"] = optax.tree.norm(grads[main])
+        metrics["train/grad_norm"] = optax.tree.norm(grads["policy"] if "policy" in roles else grads)
         metrics["train/lr"] = roles[main].rate(progress)
         return TrainState(state.step + 1, params, opt), metrics
 
