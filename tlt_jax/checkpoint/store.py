@@ -17,6 +17,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from tlt_jax.config import ConfigError
+from tlt_jax.parallel.hosts import Company
+from tlt_jax.parallel.peers import Alone
 
 log = logging.getLogger("tlt_jax")
 Arrays = dict[str, Any]
@@ -29,11 +31,13 @@ class Store:
     A read-only store may be opened on the folder of a run that is going on: it changes nothing there.
     """
 
-    def __init__(self, folder: Path, keep: int | None = None, read_only: bool = False):
+    def __init__(self, folder: Path, keep: int | None = None, read_only: bool = False, company: Company | None = None):
         self.folder = folder.absolute()
+        self._company = company or Alone()
+        self._main = self._company.process == 0
         self._manifests = self.folder / "manifests"
         self._keep, self._read_only = keep, read_only
-        if not read_only:
+        if not read_only and self._main:
             self._manifests.mkdir(parents=True, exist_ok=True)
             # Orbax would do so in a thread of its own, which complains where the program ends soon.
             for unfinished in self.folder.glob("steps/*.orbax-checkpoint-tmp*"):
@@ -54,14 +58,20 @@ class Store:
         self.close()
 
     def newest(self) -> int | None:
-        """The newest step that verifies, or None where nothing was ever saved whole.
+        """The newest step that verifies, or None where nothing was ever saved whole; process 0 looks, for all.
 
         One that does not is set aside, with a warning that says why; a read-only store leaves it where it is. Raises
         ConfigError if none verifies of those that were saved whole: to begin anew is then for the user to decide.
         """
+        found = self._newest() if self._main else None
+        found = self._company.agree("the newest checkpoint", found)[0]
+        self._manager.reload()  # what Orbax saw when it was opened may have been set aside
+        return found
+
+    def _newest(self) -> int | None:
         sealed = {int(path.stem) for path in self._manifests.glob("*.json") if path.stem.isdigit()}
         faults: dict[int, str] = {}
-        for step in sorted({*self._manager.all_steps(), *sealed}, reverse=True):
+        for step in sorted({*self._steps(), *sealed}, reverse=True):
             fault = self._fault(step)
             if fault is None:
                 break
@@ -132,14 +142,19 @@ class Store:
         """In its own thread: once the save is whole, writes its manifest, and only then deletes what is too old."""
         try:
             self._manager.wait_until_finished()
+            if not self._main:
+                return
             partial = self._manifests / f"{step}.json.partial"
             partial.write_text(json.dumps(_digests(self._path(step)), indent=0, sort_keys=True))
             partial.replace(self._manifests / f"{step}.json")
-            for old in sorted(self._manager.all_steps())[: -self._keep] if self._keep else []:
-                self._manager.delete(old)
+            for old in sorted(self._steps())[: -self._keep] if self._keep else []:
+                shutil.rmtree(self._path(old))
                 (self._manifests / f"{old}.json").unlink(missing_ok=True)
         except BaseException as error:  # handed to the next save, wait or close
             self._failure = error
+
+    def _steps(self) -> list[int]:
+        return [int(path.name) for path in (self.folder / "steps").glob("*") if path.name.isdigit()]
 
     def _path(self, step: int) -> Path:
         return self.folder / "steps" / str(step)
@@ -169,7 +184,6 @@ class Store:
             self._path(step).rename(damaged / str(step))
         for old in sorted(damaged.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT_ASIDE]:
             shutil.rmtree(old)
-        self._manager.reload()
 
 
 def _digests(folder: Path) -> dict[str, str]:

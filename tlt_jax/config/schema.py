@@ -78,6 +78,21 @@ class DeviceConfig(Section):
         "~/.cache/tlt_jax/compiled", description="folder of the persistent compilation cache; '' for none"
     )
     mesh: MeshConfig = MeshConfig()
+    coordinator: str | None = Field(
+        None,
+        description="several processes: host:port of process 0; the port after it is used too. The same in all",
+    )
+    processes: PositiveInt = Field(1, description="how many processes the run has; the same in all")
+    process: int | None = Field(None, ge=0, le=LARGEST_INT, description="which of them this is, from 0")
+    join_seconds: PositiveFloat = Field(60.0, description="how long the processes wait for each other at the start")
+
+    @model_validator(mode="after")
+    def _processes(self):
+        if self.coordinator is None and (self.processes > 1 or self.process is not None):
+            raise ValueError("`processes` and `process` need `coordinator`, the host:port of process 0")
+        if self.coordinator is not None and (self.process is None or self.process >= self.processes):
+            raise ValueError(f"`process` is {self.process}; expected 0 to {self.processes - 1}, below `processes`")
+        return self
 
 
 class ModelConfig(Section):

@@ -1,6 +1,6 @@
 """Batches of packed rows: endless, shuffled and resumable for training (over Grain), in order for evaluation.
 
-Shapes: A accumulation (microbatches an update), B rows a microbatch, S context_length.
+Shapes: A accumulation (microbatches an update), B rows a microbatch, S context_length, P processes' parts of a batch.
 """
 
 from collections.abc import Iterator
@@ -15,9 +15,13 @@ Batch = dict[str, np.ndarray]
 
 
 class Loader:
-    """An endless iterator of updates' batches; its state is exact to the sample, at any step."""
+    """An endless iterator of updates' batches; its state is exact to the sample, at any step, for any number of parts:
+    together they are the rows that a single process would take.
+    """
 
-    def __init__(self, rows: PackedRows, batch_size: int, accumulation: int, seed: int, section: str):
+    def __init__(
+        self, rows: PackedRows, batch_size: int, accumulation: int, seed: int, section: str, part: tuple[int, int]
+    ):
         import grain  # takes a while: not paid by whoever loads no data
 
         if not len(rows):
@@ -26,7 +30,9 @@ class Loader:
             raise ConfigError(f"`{section}.accumulation` ({accumulation}) must divide batch_size ({batch_size})")
         self._section, self._accumulation, self._batch_size = section, accumulation, batch_size
         # Repeated before batched: fewer rows than a batch work, and no row is dropped at an epoch's end.
-        dataset = grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(batch_size, drop_remainder=True)
+        dataset = grain.MapDataset.source(rows).seed(seed).shuffle().repeat()
+        index, parts = part
+        dataset = dataset[index::parts].batch(batch_size // parts, drop_remainder=True)
         self._iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 
     def __iter__(self) -> "Loader":
@@ -50,11 +56,18 @@ class Loader:
         self._iterator.set_state(dict(state["position"]))
 
 
-def make_loader(rows: PackedRows, batch_size: int, accumulation: int, seed: int, section: str = "pretrain") -> Loader:
-    """An iterator of dicts of [A, B, S] arrays with A * B = batch_size; every epoch in another order that the seed
-    fixes. `section` is the config's that gives the sizes, for messages.
+def make_loader(
+    rows: PackedRows,
+    batch_size: int,
+    accumulation: int,
+    seed: int,
+    section: str = "pretrain",
+    part: tuple[int, int] = (0, 1),
+) -> Loader:
+    """An iterator of dicts of [A, B / P, S] arrays with A * B = batch_size; every epoch in another order that the seed
+    fixes. `section` is the config's that gives the sizes, for messages; `part` (which, of P) is this process's.
     """
-    return Loader(rows, batch_size, accumulation, seed, section)
+    return Loader(rows, batch_size, accumulation, seed, section, part)
 
 
 def held_out_batches(rows: PackedRows, batch_size: int, limit: int | None = None) -> Iterator[Batch]:

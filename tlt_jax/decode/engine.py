@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -23,6 +22,7 @@ from tlt_jax.decode.sampling import SamplingParams
 from tlt_jax.models.decode_view import DecodeView, decode_view
 from tlt_jax.models.heads import ShallowExit
 from tlt_jax.models.transformer import ModelShape, Transformer
+from tlt_jax.parallel.hosts import put, to_host
 from tlt_jax.parallel.sharding import RULES
 
 
@@ -77,7 +77,7 @@ class Engine:
         self.draft_length = 0 if draft.drafter == "off" else draft.draft_length
         draft = DraftSpec(draft.drafter, self.draft_length, draft.filtered, draft.ngram_min, draft.ngram_max)
         self.draft = draft
-        self._eos = jnp.asarray(list(eos), jnp.int32)
+        self._eos = np.asarray(list(eos), np.int32)
         row = NamedSharding(mesh, P(RULES["batch"]))
         self._view = jax.jit(partial(decode_view, dtype=dtype))
         self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=row)
@@ -122,16 +122,16 @@ class Engine:
             keys[row] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
             temperature[row], top_k[row], top_p[row] = request.temperature, request.top_k, request.top_p
         admission = Admission(slot_ids, tokens, length, limit, keys, SamplingParams(temperature, top_k, top_p))
-        self._state = self._prefill(view, self._state, jax.device_put(admission, self._row))
+        self._state = self._prefill(view, self._state, put(admission, self._row))
 
     def step(self, view: DecodeView, exit: ShallowExit) -> dict[int, dict[str, np.ndarray]]:
         """Runs one compiled block. Returns the finished sequences by id, and frees their slots."""
         self._state = self._block(view, exit, self._state, self._eos)
-        done = np.asarray(self._state.done_B)
+        done = to_host(self._state.done_B)
         finished = [slot for slot, owner in enumerate(self._owner) if owner is not None and done[slot]]
         if not finished:
             return {}
-        host = {name: np.asarray(getattr(self._state, name)) for name in _FIELDS}
+        host = to_host({name: getattr(self._state, name) for name in _FIELDS})
         results = {}
         for slot in finished:
             owner = self._owner[slot]

@@ -5,7 +5,7 @@ No module here imports JAX or, at module level, matplotlib or a tracker's librar
 
 from tlt_jax.observe.files import read_json, sweep_temporary, to_json, write_json, write_text_atomically
 from tlt_jax.observe.logs import close_logging, set_up_logging
-from tlt_jax.observe.metrics import MetricsLog, read_rows
+from tlt_jax.observe.metrics import MetricsLog, NoLog, read_rows
 from tlt_jax.observe.progress import Progress
 from tlt_jax.observe.report import build_report, write_report
 from tlt_jax.observe.trackers import TRACKERS, Tracker, open_trackers
@@ -13,6 +13,7 @@ from tlt_jax.observe.trackers import TRACKERS, Tracker, open_trackers
 __all__ = [
     "TRACKERS",
     "MetricsLog",
+    "NoLog",
     "Progress",
     "Tracker",
     "build_report",

@@ -90,6 +90,17 @@ class MetricsLog:
         return open(self.path, "a", encoding="utf-8", newline="")
 
 
+class NoLog(MetricsLog):
+    """The log of a process that writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(os.devnull)
+
+    def close(self) -> None:
+        """Nothing is synced, for there is nothing."""
+        self._file.close()
+
+
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All rows of a file of rows, in order; [] where there is no file.
 

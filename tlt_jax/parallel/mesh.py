@@ -16,18 +16,18 @@ MESH_AXES = ("data", "fsdp", "tensor")
 def set_up_devices(config: DeviceConfig) -> None:
     """Tells JAX which platform, how many simulated CPU devices and which compilation cache to use.
 
-    Call it before anything touches a device. Raises ConfigError if devices exist already in another number, or the
-    platform has none.
+    Call it before anything touches a device, and before other processes are joined. Raises ConfigError if devices
+    exist already in another number.
     """
     if config.platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
     try:
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
     except RuntimeError:  # JAX runs already: fine, if with as many
-        if jax.default_backend() == "cpu" and jax.device_count() != config.cpu_devices:
+        if jax.default_backend() == "cpu" and jax.local_device_count() != config.cpu_devices:
             raise ConfigError(
-                f"`device.cpu_devices` is {config.cpu_devices}; expected {jax.device_count()}, with which JAX already"
-                " runs in this process"
+                f"`device.cpu_devices` is {config.cpu_devices}; expected {jax.local_device_count()}, with which JAX"
+                " already runs in this process"
             ) from None
     if config.compilation_cache:
         folder = Path(config.compilation_cache).expanduser()
@@ -39,6 +39,10 @@ def set_up_devices(config: DeviceConfig) -> None:
             ) from None
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def check_devices(config: DeviceConfig) -> None:
+    """Raises ConfigError if the platform has no device."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tlt_jax.config import ConfigError
+from tlt_jax.parallel.hosts import put
 
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),
@@ -57,10 +58,29 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition(axes))
 
 
+def batch_sharding(mesh: Mesh, leading: int = 0) -> NamedSharding:
+    """The sharding of a batch, whose axis comes after `leading` other axes."""
+    return NamedSharding(mesh, P(*([None] * leading), RULES["batch"]))
+
+
 def put_batch(mesh: Mesh, batch: Any, leading: int = 0) -> Any:
-    """Copies host arrays to the mesh, split over the batch axis, which comes after `leading` other axes."""
-    sharding = NamedSharding(mesh, P(*([None] * leading), RULES["batch"]))
-    return jax.device_put(batch, sharding)
+    """Copies host arrays, the same in every process, to the mesh, split over the batch axis after `leading` others."""
+    return put(batch, batch_sharding(mesh, leading))
+
+
+def batch_part(mesh: Mesh, rows: int) -> tuple[int, int]:
+    """(part, parts): which of how many equal parts of a batch of `rows` this process's devices hold."""
+    pieces = batch_sharding(mesh).addressable_devices_indices_map((rows,)).values()
+    starts = sorted({piece[0].start or 0 for piece in pieces if piece})
+    size = len(starts) * (rows // (mesh.shape["data"] * mesh.shape["fsdp"]))
+    assert starts[0] % size == 0 and starts[-1] - starts[0] < size, "a process holds one run of a batch's rows"
+    return starts[0] // size, rows // size
+
+
+def put_local_batch(mesh: Mesh, batch: Any, leading: int = 0) -> Any:
+    """The global batch of which each process has its own part (`batch_part`)."""
+    sharding = batch_sharding(mesh, leading)
+    return jax.tree.map(lambda array: jax.make_array_from_process_local_data(sharding, array), batch)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

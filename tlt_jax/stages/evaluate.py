@@ -10,6 +10,7 @@ import numpy as np
 
 from tlt_jax.data import PackedRows, held_out_batches
 from tlt_jax.models.transformer import hidden_states, logits
+from tlt_jax.parallel.hosts import to_host
 from tlt_jax.parallel.sharding import put_batch
 from tlt_jax.rl.rewards import Completion, quality
 from tlt_jax.stages.models import Models
@@ -42,7 +43,7 @@ class HeldOutLoss:
                 self._sums(policy, put_batch(self.run.mesh, {name: a[0] for name, a in batch.items()}))
                 for batch in batches
             ]
-        total, tokens = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
+        total, tokens = np.sum(np.asarray(to_host(sums), np.float64), axis=0)
         return float(total / max(tokens, 1.0))
 
 

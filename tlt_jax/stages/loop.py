@@ -11,9 +11,10 @@ import jax
 from tlt_jax.config.base import Stage
 from tlt_jax.models.declare import flatten, unflatten
 from tlt_jax.observe.figures import show_value
+from tlt_jax.parallel.hosts import to_host
 from tlt_jax.stages.budget import Budget, Spent, phase_budget
 from tlt_jax.stages.models import Models
-from tlt_jax.stages.run import PHASES, Interrupted, Run
+from tlt_jax.stages.run import PHASES, Run
 
 log = logging.getLogger("tlt_jax")
 
@@ -99,7 +100,7 @@ class _PhaseRun:
         before = [r for r in run.results if r["stage"] == phase.stage and r["phase"] != phase.name]
         self.budget: Budget = phase_budget(run.config, phase.stage, phase.end, [Spent(**r["spent"]) for r in before])
         run.progress.start(phase.stage, phase.name, self.budget.progress(self.spent))
-        self.seconds_before = self.spent.seconds
+        self.seconds_before, self.saved_at = self.spent.seconds, self.spent.steps
         self.compiled_before = run.compile_seconds - run.times.get("compile", 0.0)
         self.done = bool(document and resumed and document["done"])
         self.pending: list[tuple[dict[str, Any], dict[str, Any], int]] = []
@@ -121,24 +122,21 @@ class _PhaseRun:
     def to_the_end(self) -> PhaseState:
         while not self.done:
             self._clock()
-            if self.run.stop_signal is None and (
-                self.budget.progress(self.spent) >= 1.0 or self.phase.ended(self.state)
-            ):
-                self._finish()
-            elif self.run.stop_signal is None:
-                self._one_step()
-            if self.run.stop_signal is not None:
-                if not self.done:
-                    self._save()
-                self.run.store.wait()
-                raise Interrupted(self.run.stop_signal)
-            if not self.done and self._save_due():
+            progress, save = self.run.decide(self.budget.progress(self.spent), self._save_due())
+            stopping = self.run.stop_signal is not None
+            if save or stopping:
                 self._save()
+            if stopping:
+                break
+            if progress >= 1.0 or self.phase.ended(self.state):
+                self._finish()
+            else:
+                self._one_step(progress)
+        self.run.check_stop()
         return self.state
 
-    def _one_step(self) -> None:
+    def _one_step(self, progress: float) -> None:
         run, phase, index = self.run, self.phase, self.spent.steps
-        progress = self.budget.progress(self.spent)
         self.state, metrics, tokens = phase.step(self.state, Step(index, progress))
         run.step += 1
         self.spent.steps += 1
@@ -164,7 +162,7 @@ class _PhaseRun:
         """Fetches the pending steps' metrics in one go and writes their rows."""
         if not self.pending:
             return
-        fetched = jax.device_get([metrics for _, metrics, _ in self.pending])
+        fetched = to_host([metrics for _, metrics, _ in self.pending])
         now = time.monotonic()
         seconds = max(now - self.last_flush - self.idle, 1e-9)
         speed = sum(tokens for _, _, tokens in self.pending) / seconds
@@ -199,6 +197,8 @@ class _PhaseRun:
     def _save_due(self) -> bool:
         every = self.run.config.checkpoint
         steps, seconds = every.every_steps, every.every_seconds
+        if self.spent.steps == self.saved_at:
+            return False
         return bool(steps and self.spent.steps % steps == 0) or bool(
             seconds and time.monotonic() - self.last_save >= seconds
         )
@@ -228,7 +228,7 @@ class _PhaseRun:
             run.checkpoint = (run.checkpoint or 0) + 1
             run.store.save(run.checkpoint, flatten(self.state.arrays), document)
             run.write_results()
-        self.last_save = time.monotonic()
+        self.last_save, self.saved_at = time.monotonic(), self.spent.steps
 
     def _account(self) -> None:
         """Brings the phase's record up to date: what it spent, and on what."""

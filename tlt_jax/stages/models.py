@@ -13,6 +13,7 @@ from tlt_jax.models.declare import flatten, initialise, shardings, table, unflat
 from tlt_jax.models.heads import ScalarHead, ShallowExit
 from tlt_jax.models.hf import read_drafter, read_exit, read_shape, read_weights
 from tlt_jax.models.transformer import ModelShape, Transformer
+from tlt_jax.parallel.hosts import put, to_host
 from tlt_jax.train.state import Build, Role
 
 
@@ -122,12 +123,12 @@ def place(flat: dict[str, Any], build: Build, mesh: jax.sharding.Mesh) -> Any:
             found = flat[path].shape if path in flat else "missing"
             raise ConfigError(f"`model`: the array {path} is {found}; expected {spec.shape}")
     wanted = shardings(build, mesh)
-    return jax.device_put(unflatten(wanted, flat), wanted)
+    return put(unflatten(wanted, flat), wanted)
 
 
 def host_copy(module: Any) -> dict[str, Any]:
     """{path: numpy array} of a module."""
-    return {path: jax.device_get(array) for path, array in flatten(module).items()}
+    return to_host(flatten(module))
 
 
 def _source(config: ModelConfig) -> Path | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tlt_jax.config import Config, ConfigError, load_config
 from tlt_jax.config.schema import MeshConfig
+from tlt_jax.models.declare import flatten
 from tlt_jax.models.hf import export
 from tlt_jax.models.transformer import ModelShape
 from tlt_jax.observe import write_report
@@ -113,7 +114,7 @@ def _run_stages(run: Run, stages: Sequence[str], models: Models | None) -> Model
         models = _first_models(run, stages)
         _say_what_is_odd(run, stages, models.policy.shape)
     run.begin(models.policy.shape)
-    run.facts["parameters"] = sum(array.size for array in host_copy(models.policy).values())
+    run.facts["parameters"] = sum(array.size for array in flatten(models.policy).values())
     sampler = Sampler(run, models.policy.shape)
     for stage in stages:
         # A stage that is past gives its successor the shapes alone: what it restores from was saved later.
@@ -195,15 +196,10 @@ def _check_tasks(run: Run, stages: Sequence[str]) -> None:
 def _finish(run: Run, models: Models) -> None:
     """Exports the final models, and marks the run as finished."""
     if run.config.run.export:
-        folder = run.folder / "export"
-        export(
-            folder,
-            models.policy.shape,
-            host_copy(models.policy),
-            host_copy(models.exit),
-            run.corpus.tokenizer,
-            run.config.data.context_length,
-        )
+        folder, policy, exit = run.folder / "export", host_copy(models.policy), host_copy(models.exit)
+        if run.main:
+            context = run.config.data.context_length
+            export(folder, models.policy.shape, policy, exit, run.corpus.tokenizer, context)
         log.info("exported to %s (loads in transformers)", folder)
     run.facts["finished"] = datetime.now().astimezone().isoformat(timespec="seconds")
     run.write_results(finished=True)
@@ -211,6 +207,8 @@ def _finish(run: Run, models: Models) -> None:
 
 def _report(run: Run) -> None:
     """Writes the report of whatever the run has reached; its failure must not hide the run's own."""
+    if not run.main:
+        return
     failing = sys.exc_info()[0] is not None
     try:
         log.info("report: %s", write_report(run.folder))

@@ -10,6 +10,7 @@ import numpy as np
 from tlt_jax.config import ConfigError
 from tlt_jax.data import Tasks
 from tlt_jax.models.declare import initialise
+from tlt_jax.parallel.hosts import put, to_host
 from tlt_jax.parallel.sharding import put_batch, replicated
 from tlt_jax.rl.objectives import reward_objective, sequence_rewards
 from tlt_jax.stages.loop import Phase, PhaseState, Step
@@ -50,7 +51,7 @@ class RewardModel(Phase):
         fresh = new_reward(self.run, self.models, self.roles)
         train = new_state(self.roles, fresh, self.run.mesh)
         pairs = {"train": self._no_pairs(self.config.pairs), "held_out": self._no_pairs(self.config.held_out_pairs)}
-        pairs = jax.device_put(pairs, replicated(self.run.mesh))
+        pairs = put(pairs, replicated(self.run.mesh))
         return PhaseState({"train": train, "pairs": pairs, **by_role(self.models)}, fit_scale(np.zeros(1), np.zeros(1)))
 
     def prepare(self, state: PhaseState) -> PhaseState:
@@ -59,10 +60,10 @@ class RewardModel(Phase):
             "train": self._make_pairs(data.train_tasks, config.pairs, "training pairs"),
             "held_out": self._make_pairs(data.held_out_tasks, config.held_out_pairs, "held-out pairs"),
         }
-        return PhaseState({**state.arrays, "pairs": jax.device_put(pairs, replicated(self.run.mesh))}, state.host)
+        return PhaseState({**state.arrays, "pairs": put(pairs, replicated(self.run.mesh))}, state.host)
 
     def step(self, state: PhaseState, step: Step) -> tuple[PhaseState, dict[str, Any], int]:
-        pairs = jax.device_get(state.arrays["pairs"]["train"])
+        pairs = to_host(state.arrays["pairs"]["train"])
         real = np.flatnonzero(pairs["weights"])
         chosen = np.random.default_rng([self.run.config.run.seed, step.index]).choice(real, self.config.batch_size)
         batch = put_batch(self.run.mesh, {name: array[chosen][None] for name, array in pairs.items()}, leading=1)
@@ -72,7 +73,7 @@ class RewardModel(Phase):
 
     def evaluate(self, state: PhaseState, when: str) -> tuple[PhaseState, dict[str, float]]:
         """Held-out accuracy and AUC, beside what length alone achieves, in the direction the training pairs teach."""
-        train, held_out = (_real(jax.device_get(state.arrays["pairs"][which])) for which in ("train", "held_out"))
+        train, held_out = (_real(to_host(state.arrays["pairs"][which])) for which in ("train", "held_out"))
         chosen, rejected = (self._scores(state, held_out, side) for side in ("chosen", "rejected"))
         longer_is_real = 2 * share_won(train["chosen_length"], train["rejected_length"]) >= 1
         by_length = share_won(held_out["chosen_length"], held_out["rejected_length"])

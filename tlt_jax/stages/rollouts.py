@@ -14,6 +14,7 @@ from tlt_jax.data import Tasks
 from tlt_jax.decode.engine import Engine, Request
 from tlt_jax.decode.propose import DraftSpec
 from tlt_jax.decode.rollout import Rollout, rollout_metrics
+from tlt_jax.parallel.hosts import to_host
 from tlt_jax.parallel.sharding import put_batch
 from tlt_jax.rl.objectives import sequence_log_probs
 from tlt_jax.rl.rewards import Completion
@@ -60,7 +61,7 @@ class Sampler:
 
     def remembered(self, models: Models, find: Callable[[], Found]) -> Found:
         """What `find` gives for these models, or gave the last time if it was for the same parameters."""
-        print_of = jax.device_get(self._fingerprint((models.policy, models.exit)))
+        print_of = to_host(self._fingerprint((models.policy, models.exit)))
         if self._last is None or self._last[0] != print_of:
             self._last = (print_of, find())
         return self._last[1]
@@ -122,7 +123,8 @@ def by_batches(mesh: jax.sharding.Mesh, size: int, function: Any, batch: dict[st
             part = {name: array[start : start + size] for name, array in batch.items()}
             missing = size - len(next(iter(part.values())))
             padded = {name: np.pad(a, ((0, missing), *((0, 0) for _ in a.shape[1:]))) for name, a in part.items()}
-            parts.append(jax.tree.map(lambda a, n=size - missing: np.asarray(a)[:n], function(put_batch(mesh, padded))))
+            found = to_host(function(put_batch(mesh, padded)))
+            parts.append(jax.tree.map(lambda a, n=size - missing: a[:n], found))
     return jax.tree.map(lambda *pieces: np.concatenate(pieces), *parts)
 
 

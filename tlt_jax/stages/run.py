@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from rich.console import Console
 
 from tlt_jax import __version__
 from tlt_jax.checkpoint.store import Store
@@ -23,6 +24,7 @@ from tlt_jax.data import Corpus, prepare
 from tlt_jax.models.transformer import ModelShape
 from tlt_jax.observe import (
     MetricsLog,
+    NoLog,
     Progress,
     Tracker,
     close_logging,
@@ -33,7 +35,8 @@ from tlt_jax.observe import (
     write_json,
     write_text_atomically,
 )
-from tlt_jax.parallel.mesh import compute_dtype, make_mesh, set_up_devices
+from tlt_jax.parallel.hosts import Company, Together, join
+from tlt_jax.parallel.mesh import check_devices, compute_dtype, make_mesh, set_up_devices
 from tlt_jax.stages.models import tokenizer_path
 
 log = logging.getLogger("tlt_jax")
@@ -65,7 +68,7 @@ def last_phase(stage: str) -> tuple[str, str]:
     return [pair for pair in PHASES if pair[0] == stage][-1]
 
 
-class Interrupted(Exception):
+class Interrupted(Together):
     """A signal asked the run to stop; what was done is saved, or starts again from what is."""
 
     def __init__(self, number: int):
@@ -76,12 +79,16 @@ class Interrupted(Exception):
 class Run:
     """What every phase shares. Made by `open_run`.
 
+    `company` are the processes of the run; `main` says whether this is process 0, which alone writes the directory.
     `checkpoint` is the number of the newest checkpoint; `document` the JSON part of the one that the run goes on from,
     or None. `results` are the phases' records so far, `step` the number of steps of the whole run.
     """
 
-    def __init__(self, config: Config, folder: Path, corpus: Corpus, store: Store, progress: Progress):
+    def __init__(
+        self, config: Config, folder: Path, corpus: Corpus, store: Store, progress: Progress, company: Company
+    ):
         self.config, self.folder, self.corpus, self.store, self.progress = config, folder, corpus, store, progress
+        self.company, self.main = company, company.process == 0
         self.mesh = make_mesh(config.device.mesh)
         self.dtype = compute_dtype(config.device)
         check_batches(config, self.mesh.shape["data"] * self.mesh.shape["fsdp"])
@@ -92,10 +99,12 @@ class Run:
         self.facts: dict[str, Any] = {}
         self.shape: ModelShape | None = None
         self._recorded = False
-        self.metrics = MetricsLog(folder / "metrics.jsonl")
-        self.samples = MetricsLog(folder / "samples.jsonl")
+        self.metrics, self.samples = (
+            MetricsLog(folder / name) if self.main else NoLog() for name in ("metrics.jsonl", "samples.jsonl")
+        )
         self.trackers: list[Tracker] = []
-        self.stop_signal: int | None = None
+        self.stop_signal: int | None = None  # what the processes agreed on, from what each was asked
+        self.asked_to_stop: int | None = None
         self.times: dict[str, float] = {}
         self.compile_seconds = 0.0
         self._seconds_before = self.document["seconds"] if self.document else 0.0
@@ -112,19 +121,28 @@ class Run:
         ):
             return False
         try:
-            return bool(read_json(self.folder / "results.json")["finished"])
+            found = bool(read_json(self.folder / "results.json")["finished"])
         except (OSError, ValueError, LookupError, TypeError):  # lost or damaged: the checkpoint makes it again
-            return False
+            found = False
+        return self.company.agree("finished", found)[0]
 
     @property
     def seconds(self) -> float:
         """Seconds of the whole run, earlier parts included."""
         return self._seconds_before + time.monotonic() - self._started
 
+    def decide(self, progress: float = 0.0, save: bool = False) -> tuple[float, bool]:
+        """What the host decides, for all processes: process 0's progress and whether to save; and, in `stop_signal`,
+        a signal that any of them got."""
+        decisions = self.company.agree("step", [progress, save, self.asked_to_stop])
+        self.stop_signal = next((asked for *_, asked in decisions if asked is not None), None)
+        return decisions[0][0], decisions[0][1]
+
     def check_stop(self) -> None:
-        """Raises Interrupted if a signal asked to stop: for work so long that waiting for its end is too much, and
-        that starts again from the checkpoint before it."""
+        """Raises Interrupted if a signal asked to stop: where everything is saved, or starts again from what is."""
+        self.decide()
         if self.stop_signal is not None:
+            self.store.wait()
             raise Interrupted(self.stop_signal)
 
     @contextmanager
@@ -144,7 +162,7 @@ class Run:
     def record(self) -> None:
         """Writes what this run is: config, tokenizer, facts. Not before it is sure that it can go on: a command that
         is refused changes nothing."""
-        if self.shape is not None and not self._recorded:
+        if self.main and self.shape is not None and not self._recorded:
             self._recorded = True
             self.warn_of_changes(self.shape)
             write_text_atomically(self.folder / "config.yaml", dump_config(_resolved(self.config, self.shape)))
@@ -162,7 +180,10 @@ class Run:
 
     def write_results(self, finished: bool = False) -> None:
         """Rewrites results.json, from which the report is made."""
-        write_json(self.folder / "results.json", {"facts": self.facts, "phases": self.results, "finished": finished})
+        if self.main:
+            write_json(
+                self.folder / "results.json", {"facts": self.facts, "phases": self.results, "finished": finished}
+            )
 
 
 def check_batches(config: Config, parts: int) -> None:
@@ -188,33 +209,26 @@ def open_run(config: Config) -> Iterator[Run]:
     Raises ConfigError where the config, the data or the directory cannot be used.
     """
     folder = Path(config.run.output_dir).expanduser() / config.run.name
-    begun = any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints"))
-    if config.run.resume == "never" and begun:
-        raise ConfigError(
-            f"`run.resume` is 'never' and {str(folder)!r} holds a run; expected a new run.name, or run.resume=auto"
-        )
     set_up_devices(config.device)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"`run.output_dir` is {config.run.output_dir!r}; expected a folder that can be written ({error})"
-        ) from None
     with ExitStack() as stack:
-        set_up_logging(folder)
-        # After a failure the log stays open, for whoever reports it.
-        stack.push(lambda kind, error, traceback: close_logging() if kind is None else None)
-        stack.enter_context(_locked(folder))
-        progress = stack.enter_context(Progress())
+        company = stack.enter_context(join(config.device, _agreed(config)))
+        check_devices(config.device)
+        if company.process == 0:
+            _make_folder(config, folder)
+            set_up_logging(folder)
+            # After a failure the log stays open, for whoever reports it.
+            stack.push(lambda kind, error, traceback: close_logging() if kind is None else None)
+            stack.enter_context(_locked(folder))
+            sweep_temporary(folder)
+        progress = stack.enter_context(Progress(None if company.process == 0 else Console(quiet=True)))
         log.info("%s: %s", config.run.name, ", ".join(config.stages))
-        corpus = prepare(config.data, config.run.seed, tokenizer_path(config.model), progress.prepare)
-        store = stack.enter_context(Store(folder / "checkpoints", config.checkpoint.keep))
-        sweep_temporary(folder)
-        run = Run(config, folder, corpus, store, progress)
+        corpus = _prepared(config, progress, company)
+        store = stack.enter_context(Store(folder / "checkpoints", config.checkpoint.keep, company=company))
+        run = Run(config, folder, corpus, store, progress, company)
         stack.enter_context(run.metrics)
         stack.enter_context(run.samples)
         _take_up_rows(run)
-        run.trackers = open_trackers(config.run.trackers, folder, run.step + 1)
+        run.trackers = open_trackers(config.run.trackers, folder, run.step + 1) if run.main else []
         for tracker in run.trackers:
             stack.callback(tracker.close)
         stack.enter_context(_signals(run))
@@ -222,6 +236,42 @@ def open_run(config: Config) -> Iterator[Run]:
         run.facts = _facts(run)
         _announce(run)
         yield run
+
+
+def _agreed(config: Config) -> dict[str, Any]:
+    """What all processes of a run must have been started with."""
+    tree = redacted(config)
+    del tree["device"]["process"]
+    return tree
+
+
+def _make_folder(config: Config, folder: Path) -> None:
+    begun = any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints"))
+    if config.run.resume == "never" and begun:
+        raise ConfigError(
+            f"`run.resume` is 'never' and {str(folder)!r} holds a run; expected a new run.name, or run.resume=auto"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"`run.output_dir` is {config.run.output_dir!r}; expected a folder that can be written ({error})"
+        ) from None
+
+
+def _prepared(config: Config, progress: Progress, company: Company) -> Corpus:
+    """The data. Process 0 prepares them first: the others find them in the cache, where they share one."""
+
+    def read() -> Corpus:
+        return prepare(config.data, config.run.seed, tokenizer_path(config.model), progress.prepare)
+
+    mine = read() if company.process == 0 else None
+    company.agree("process 0 has its data", None)
+    corpus = mine or read()
+    digests = company.agree("all have their data", corpus.summary["digest"])
+    if len(set(digests)) > 1:
+        raise ConfigError("`data`: the processes read different data; expected the same files, and versions, for all")
+    return corpus
 
 
 def _take_up_rows(run: Run) -> None:
@@ -282,9 +332,9 @@ def _signals(run: Run) -> Iterator[None]:
     """SIGINT and SIGTERM ask the run to stop after the step at hand; a second one ends it at once."""
 
     def handle(number: int, frame: Any) -> None:
-        if run.stop_signal is not None:
+        if run.asked_to_stop is not None:
             raise SystemExit(128 + number)
-        run.stop_signal = number
+        run.asked_to_stop = number
         log.info("%s: leaving after this step; what is done is saved", signal.Signals(number).name)
 
     try:
@@ -319,6 +369,7 @@ def _facts(run: Run) -> dict[str, Any]:
         "device": device.device_kind,
         "platform": device.platform,
         "device_count": jax.device_count(),
+        **({"processes": jax.process_count()} if jax.process_count() > 1 else {}),
         "mesh": " x ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items()),
         "compute_dtype": str(run.dtype),
         "versions": _versions(),

@@ -6,7 +6,7 @@ import numpy as np
 
 from tlt_jax.config.schema import PretrainConfig, WarmupConfig
 from tlt_jax.data import PackedRows, make_loader
-from tlt_jax.parallel.sharding import put_batch
+from tlt_jax.parallel.sharding import batch_part, put_local_batch
 from tlt_jax.stages.loop import Phase, PhaseState, Step
 from tlt_jax.stages.models import Models, by_role, policy_roles, untrained
 from tlt_jax.stages.rollouts import Sampler
@@ -43,7 +43,8 @@ class Supervised(Phase):
             exit_stride=speculation.exit_stride,
         )
         self.update = make_update(objective, self.roles, run.mesh)
-        self.loader = make_loader(rows, config.batch_size, config.accumulation, seed, self.section)
+        part = batch_part(run.mesh, config.batch_size // config.accumulation)
+        self.loader = make_loader(rows, config.batch_size, config.accumulation, seed, self.section, part)
 
     def init(self) -> PhaseState:
         train = new_state(self.roles, by_role(self.models), self.run.mesh)
@@ -56,7 +57,7 @@ class Supervised(Phase):
         if self.loader.get_state() != state.host["loader"]:
             self.loader.set_state(state.host["loader"])
         with self.run.timed("data"):
-            batch = put_batch(self.run.mesh, next(self.loader), leading=1)
+            batch = put_local_batch(self.run.mesh, next(self.loader), leading=1)
         train, metrics = self.update(state.arrays["train"], batch, np.float32(step.progress))
         host = {**state.host, "loader": self.loader.get_state()}
         return PhaseState({**state.arrays, "train": train}, host), metrics, batch["tokens"].size

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 
 from tlt_jax.data import pack_sequences
 from tlt_jax.decode.rollout import Rollout
+from tlt_jax.parallel.hosts import to_host
 from tlt_jax.parallel.sharding import put_batch
 from tlt_jax.stages.loop import Step
 
@@ -36,7 +36,7 @@ def run_updates(
             minibatch = put_batch(run.mesh, {name: array[None] for name, array in packed.items()}, leading=1)
             train, metrics = phase.update(train, minibatch, np.float32(step.progress))
             collected.append(metrics)
-    fetched = jax.device_get(collected)
+    fetched = to_host(collected)
     mean = {name: float(np.mean([m[name] for m in fetched])) for name in fetched[0] if name != "rl/logp_diff_max"}
     return train, {**mean, "rollout/logprob_abs_diff_max": float(fetched[0]["rl/logp_diff_max"])}
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
 
 from tlt_jax.config.schema import OptimizerConfig
 from tlt_jax.models.declare import Declare, flatten, shardings, table, unflatten
+from tlt_jax.parallel.hosts import put
 from tlt_jax.parallel.sharding import replicated
 from tlt_jax.train.optimizers import learning_rate, make_optimizer
 
@@ -54,7 +56,7 @@ def new_state(roles: dict[str, Role], params: dict[str, Any], mesh: Mesh) -> Tra
         name: jax.jit(role.transform().init, out_shardings=opt_shardings(role, mesh))(params[name])
         for name, role in roles.items()
     }
-    return TrainState(jax.device_put(jnp.zeros((), jnp.int32), replicated(mesh)), params, opt)
+    return TrainState(put(np.zeros((), np.int32), replicated(mesh)), params, opt)
 
 
 def state_shardings(roles: dict[str, Role], mesh: Mesh) -> TrainState:
