@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,6 +30,46 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen:
     ]
     with open(folder / "out.txt", "a") as out:
         return subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+
+
+def start_many(folder: Path, processes: int, *overrides: str, only: list[int] | None = None) -> list[subprocess.Popen]:
+    """Starts a run of so many processes over loopback (or `only` some of them), each with a folder for its output."""
+    port = free_ports()
+    started = []
+    for process in range(processes) if only is None else only:
+        own = folder / f"process{process}"
+        own.mkdir(parents=True, exist_ok=True)
+        company = [f"device.coordinator=127.0.0.1:{port}", f"device.processes={processes}", f"device.process={process}"]
+        places = [f"run.output_dir={folder}/runs", f"data.cache_dir={folder}/data"]
+        started.append(start(own, *places, *company, *overrides))
+    return started
+
+
+def free_ports() -> int:
+    """A port of loopback that is free, and the one after it too."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+            try:
+                with socket.create_server(("127.0.0.1", port + 1)):
+                    return port
+            except OSError:
+                continue
+
+
+def end_many(started: list[subprocess.Popen], seconds: float = 280) -> list[int]:
+    """Their exit codes, waiting so long for all of them at most; what still runs then is ended."""
+    deadline = time.monotonic() + seconds
+    try:
+        return [process.wait(timeout=max(deadline - time.monotonic(), 0.1)) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def said(folder: Path, process: int) -> str:
+    """What one of many processes has printed."""
+    return (folder / f"process{process}" / "out.txt").read_text()
 
 
 def run(folder: Path, *overrides: str, code: int = 0) -> str:

@@ -28,8 +28,8 @@ class LogFile(logging.FileHandler):
 class ConsoleHandler(logging.Handler):
     """Prints the message alone by rich, above a live progress bar if one is shown; tracebacks stay in log.txt."""
 
-    def __init__(self, console: Console):
-        super().__init__(logging.INFO)
+    def __init__(self, console: Console, level: int = logging.INFO):
+        super().__init__(level)
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -38,6 +38,14 @@ class ConsoleHandler(logging.Handler):
             self._console.print(_line(record), soft_wrap=True)
         except Exception:
             self.handleError(record)
+
+
+def log_warnings_alone() -> None:
+    """Send warnings and errors of "tlt_jax" to the console, and nothing to a file: for processes that write nothing."""
+    close_logging()
+    logger = logging.getLogger(LOGGER_NAME)
+    logger.addHandler(ConsoleHandler(rich.get_console(), logging.WARNING))
+    logger.propagate = False
 
 
 def set_up_logging(run_dir: str | Path, console: Console | None = None) -> logging.Logger:

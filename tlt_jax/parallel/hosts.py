@@ -20,7 +20,8 @@ from tlt_jax.config.schema import DeviceConfig
 from tlt_jax.parallel.peers import Alone, Peers, meet, split_address
 
 Company = Alone | Peers
-LOSS_SECONDS = 5.0
+LOSS_SECONDS = 5.0  # how long after an error a peer's loss may become known
+REFUSED = 2  # the exit code for what the user can mend
 
 
 class Together(Exception):
@@ -57,7 +58,9 @@ def join(config: DeviceConfig, agreed: Any) -> Iterator[Company]:
         raise
     except BaseException as error:
         # A collective that fails is often the first sign that a peer is lost: the watch then knows better what to say.
-        if isinstance(error, ConfigError) or peers.wait_for_loss(LOSS_SECONDS) is None:
+        if isinstance(error, ConfigError):
+            peers.fail(str(error), REFUSED)
+        elif peers.wait_for_loss(LOSS_SECONDS) is None:
             peers.fail(" ".join(f"{type(error).__name__}: {error}".split())[:500])
         raise
     _part(peers)

@@ -65,12 +65,12 @@ class _Peer:
         return [_parsed(line) for line in lines]
 
 
-def leave_at_once(message: str) -> None:
+def leave_at_once(message: str, code: int) -> None:
     """Ends this process from whichever thread: the main one may hang in a collective with the one that is lost."""
     log.error("%s", message)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(LOST)
+    os._exit(code)
 
 
 class Alone:
@@ -92,7 +92,7 @@ class Peers:
 
     process: int
     peers: list[_Peer]
-    on_loss: Callable[[str], None] = leave_at_once
+    on_loss: Callable[[str, int], None] = leave_at_once
     lost: str | None = None
     _closing: threading.Event = field(default_factory=threading.Event)
     _watch: threading.Thread | None = None
@@ -134,10 +134,11 @@ class Peers:
             time.sleep(0.05)
         return self.lost
 
-    def fail(self, why: str) -> None:
-        """Tells the others that this process ends, and why."""
+    def fail(self, why: str, code: int = LOST) -> None:
+        """Tells the others that this process ends, why, and with which exit code they should."""
+        self._closing.set()  # they may say the same to this one
         for peer in self.peers:
-            peer.say(lost=f"process {self.process} on {socket.gethostname()} failed: {why}")
+            peer.say(lost=f"process {self.process} on {socket.gethostname()}: {why}", code=code)
         self._leave()
 
     def close(self) -> None:
@@ -183,16 +184,17 @@ class Peers:
             if word.get("bye"):
                 peer.left = True
             if word.get("lost"):
-                self._lose(str(word["lost"]))
+                self._lose(str(word["lost"]), word.get("code", LOST))
             if "at" in word:
                 peer.said.put(word)
 
-    def _lose(self, what: str) -> None:
-        if self.lost is None:
+    def _lose(self, what: str, code: int = LOST) -> None:
+        if self.lost is None and not self._closing.is_set():
             self.lost = what
             for peer in self.peers:
-                peer.say(lost=what)
-            self.on_loss(f"{what}; the run ends here, and the same command, started in every process, goes on")
+                peer.say(lost=what, code=code)
+            hint = "; the run ends here, and the same command, started in every process, goes on"
+            self.on_loss(what + hint if code == LOST else what, code)
 
 
 def meet(address: str, processes: int, process: int, token: str, timeout: float) -> Peers:
