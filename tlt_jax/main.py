@@ -7,8 +7,10 @@ saving.
 
 import difflib
 import errno
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from tlt_jax.cli.codes import DONE, FAULT, INTERRUPTED, USER_ERROR
 
@@ -33,6 +35,17 @@ REFUSALS = (
     errno.ENOTDIR,
     errno.EEXIST,
 )
+
+
+def entry() -> NoReturn:
+    """The program: ends with the exit code of `main`."""
+    code = main()
+    hosts = sys.modules.get("tlt_jax.parallel.hosts")
+    if hosts is not None and hosts.failed.is_set():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # before JAX waits for the other processes, which are gone too
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,4 +131,4 @@ def _version() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -4,7 +4,7 @@ No module here imports JAX or, at module level, matplotlib or a tracker's librar
 """
 
 from tlt_jax.observe.files import read_json, sweep_temporary, to_json, write_json, write_text_atomically
-from tlt_jax.observe.logs import close_logging, log_warnings_alone, set_up_logging
+from tlt_jax.observe.logs import close_logging, log_errors_alone, set_up_logging
 from tlt_jax.observe.metrics import MetricsLog, NoLog, read_rows
 from tlt_jax.observe.progress import Progress
 from tlt_jax.observe.report import build_report, write_report
@@ -18,7 +18,7 @@ __all__ = [
     "Tracker",
     "build_report",
     "close_logging",
-    "log_warnings_alone",
+    "log_errors_alone",
     "open_trackers",
     "read_json",
     "read_rows",

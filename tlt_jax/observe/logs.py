@@ -40,11 +40,11 @@ class ConsoleHandler(logging.Handler):
             self.handleError(record)
 
 
-def log_warnings_alone() -> None:
-    """Send warnings and errors of "tlt_jax" to the console, and nothing to a file: for processes that write nothing."""
+def log_errors_alone() -> None:
+    """Send errors of "tlt_jax" to the console, and nothing to a file: for processes that leave writing to another."""
     close_logging()
     logger = logging.getLogger(LOGGER_NAME)
-    logger.addHandler(ConsoleHandler(rich.get_console(), logging.WARNING))
+    logger.addHandler(ConsoleHandler(rich.get_console(), logging.ERROR))
     logger.propagate = False
 
 

@@ -6,6 +6,7 @@ In one process every function here is what it looks like, at no cost.
 import hashlib
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from tlt_jax.parallel.peers import Alone, Peers, meet, split_address
 Company = Alone | Peers
 LOSS_SECONDS = 5.0  # how long after an error a peer's loss may become known
 REFUSED = 2  # the exit code for what the user can mend
+failed = threading.Event()  # this process has left the others: JAX would wait for them when it ends by itself
 
 
 class Together(Exception):
@@ -51,6 +53,7 @@ def join(config: DeviceConfig, agreed: Any) -> Iterator[Company]:
             cluster_detection_method="deactivate",
             coordinator_bind_address=f"{socket.gethostbyname(host)}:{port}",
             initialization_timeout=int(config.join_seconds),
+            shutdown_timeout_seconds=int(config.join_seconds),
         )
         yield peers
     except Together:
@@ -62,6 +65,7 @@ def join(config: DeviceConfig, agreed: Any) -> Iterator[Company]:
             peers.fail(str(error), REFUSED)
         elif peers.wait_for_loss(LOSS_SECONDS) is None:
             peers.fail(" ".join(f"{type(error).__name__}: {error}".split())[:500])
+        failed.set()
         raise
     _part(peers)
 

@@ -28,7 +28,7 @@ from tlt_jax.observe import (
     Progress,
     Tracker,
     close_logging,
-    log_warnings_alone,
+    log_errors_alone,
     open_trackers,
     read_json,
     set_up_logging,
@@ -222,7 +222,7 @@ def open_run(config: Config) -> Iterator[Run]:
             stack.enter_context(_locked(folder))
             sweep_temporary(folder)
         else:
-            log_warnings_alone()
+            log_errors_alone()
         progress = stack.enter_context(Progress(None if company.process == 0 else Console(quiet=True)))
         log.info("%s: %s", config.run.name, ", ".join(config.stages))
         corpus = _prepared(config, progress, company)
