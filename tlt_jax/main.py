@@ -1,8 +1,8 @@
 """The entry: `python -m tlt_jax.main --config X [key=value ...]`; `tlt VERB ...` is the same program.
 
 Exit codes: 0 done; 1 our own fault (the traceback is in log.txt); 2 the user's input or the machine (a full disk, too
-little memory) does not allow it: one message, no traceback; 130 and 143 interrupted by SIGINT and SIGTERM, after
-saving.
+little memory) does not allow it: one message, no traceback; 3 another process of the run was lost; 130 and 143
+interrupted by SIGINT and SIGTERM, after saving.
 """
 
 import difflib

@@ -126,6 +126,9 @@ BAD = {
     "device.mesh.data=0": ["`device.mesh`", "0", "positive"],
     "device.mesh.fsdp=-1": ["`device.mesh`", "-1", "one axis at most"],
     "device.mesh.tensor=-2": ["`device.mesh`", "-2", "positive"],
+    "device.processes=2": ["`device`", "need `coordinator`"],
+    "device={coordinator: 'a:1', processes: 2, process: 2}": ["`device`", "`process` is 2", "0 to 1"],
+    "device={coordinator: 'a:1', processes: 2}": ["`device`", "`process` is None", "0 to 1"],
     "stages=[align, pretrain]": ["stages", "['align', 'pretrain']", "in the order pretrain, finetune, align"],
     "stages=[align, align]": ["stages", "['align', 'align']", "at most once"],
     # overrides that are none

@@ -91,3 +91,24 @@ def test_held_out_limit():
     assert [names(batch) for batch in held_out_batches(rows_of(5), 2, 3)] == [[1, 2], [3, 0]]
     assert [names(batch) for batch in held_out_batches(rows_of(2), 4, 100)] == [[1, 2, 0, 0]]
     assert list(held_out_batches(rows_of(0), 4)) == []
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_parts_of_processes_are_together_what_one_takes(accumulation):
+    whole = make_loader(rows_of(40), 8, accumulation, seed=3)
+    parts = [make_loader(rows_of(40), 8, accumulation, seed=3, part=(index, 2)) for index in range(2)]
+    for _ in range(12):  # over an epoch's end
+        expected, taken = next(whole), [next(part) for part in parts]
+        assert taken[0]["tokens"].shape[:2] == (accumulation, 4 // accumulation)
+        assert sorted(names(expected)) == sorted([*names(taken[0]), *names(taken[1])])
+
+
+def test_a_place_in_the_data_holds_for_another_number_of_parts():
+    half = make_loader(rows_of(40), 8, 1, seed=3, part=(1, 2))
+    for _ in range(7):
+        next(half)
+    whole, fresh = (make_loader(rows_of(40), 8, 1, seed=3) for _ in range(2))
+    whole.set_state(half.get_state())
+    for _ in range(7):
+        next(fresh)
+    assert [names(next(whole)) for _ in range(3)] == [names(next(fresh)) for _ in range(3)]
