@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from support import tiny
 
 from tlt_jax.config import ConfigError
-from tlt_jax.config.schema import DeviceConfig, MeshConfig
+from tlt_jax.config.device_sections import DeviceConfig, MeshConfig
 from tlt_jax.models.declare import table
 from tlt_jax.models.heads import ScalarHead, ShallowExit
 from tlt_jax.models.transformer import Transformer

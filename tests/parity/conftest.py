@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax.config.schema import MeshConfig
+from tlt_jax.config.device_sections import MeshConfig
 from tlt_jax.models.declare import Declare, table, unflatten
 from tlt_jax.models.transformer import Transformer, hidden_states, logits
 from tlt_jax.parallel.mesh import make_mesh

@@ -13,10 +13,11 @@ from tlt_jax.data import Tasks, pack_sequences
 from tlt_jax.models.heads import ScalarHead
 from tlt_jax.rl.objectives import PolicyTerms, policy_objective
 from tlt_jax.stages.budget import Budget, Spent, phase_budget
+from tlt_jax.stages.facts import _left_out
 from tlt_jax.stages.finetune import _packed
 from tlt_jax.stages.reward_model import balanced, fit_scale, scaled, share_won
 from tlt_jax.stages.rollouts import by_batches, request_seeds, segments
-from tlt_jax.stages.run import _check_shape, _left_out, check_batches
+from tlt_jax.stages.run import _check_shape, check_batches
 
 
 def test_a_stage_gets_its_share_of_the_total():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tlt_jax.config.schema import MeshConfig
+from tlt_jax.config.device_sections import MeshConfig
 from tlt_jax.models.declare import Declare, flatten, initial_array, unflatten
 from tlt_jax.models.heads import ShallowExit
 from tlt_jax.models.transformer import ModelShape, Transformer, hidden_states, logits

@@ -15,7 +15,6 @@ from tlt_jax.config.base import (
     KLEstimator,
     NonNegativeFloat,
     OptimizerName,
-    PathOrNone,
     PathText,
     PositiveFloat,
     PositiveInt,
@@ -25,6 +24,7 @@ from tlt_jax.config.base import (
     TrackerName,
 )
 from tlt_jax.config.data_sections import DataConfig
+from tlt_jax.config.device_sections import DeviceConfig
 
 
 class RunConfig(Section):
@@ -47,52 +47,6 @@ class RunConfig(Section):
         if not re.fullmatch(r"\w[\w.+-]*", name):
             raise ValueError(f"is {name!r}; expected letters, digits and ._+-, the first a letter or digit")
         return name
-
-
-class MeshConfig(Section):
-    """Sizes of the mesh axes; the product is the number of devices. -1 takes what is left (one axis at most)."""
-
-    data: int = Field(-1, le=LARGEST_INT, description="replicas that split the batch")
-    fsdp: int = Field(1, le=LARGEST_INT, description="devices that split the batch and the weights")
-    tensor: int = Field(1, le=LARGEST_INT, description="devices that split heads, hidden units and vocabulary")
-
-    @model_validator(mode="after")
-    def _sizes(self):
-        sizes = [self.data, self.fsdp, self.tensor]
-        if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
-            raise ValueError(f"sizes are {sizes}; expected positive ones, with -1 (what is left) on one axis at most")
-        return self
-
-
-class DeviceConfig(Section):
-    """Where the run computes, and in which type."""
-
-    platform: Literal["auto", "cpu", "gpu", "tpu"] = Field("auto", description="where to run")
-    cpu_devices: PositiveInt = Field(
-        1, description="simulated devices on the CPU; 2 use two cores better than one does"
-    )
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="type of activations; auto: float32 on CPU, bfloat16 elsewhere. Weights stay float32"
-    )
-    compilation_cache: PathOrNone = Field(
-        "~/.cache/tlt_jax/compiled", description="folder of the persistent compilation cache; '' for none"
-    )
-    mesh: MeshConfig = MeshConfig()
-    coordinator: str | None = Field(
-        None,
-        description="several processes: host:port of process 0; the port after it is used too. The same in all",
-    )
-    processes: PositiveInt = Field(1, description="how many processes the run has; the same in all")
-    process: int | None = Field(None, ge=0, le=LARGEST_INT, description="which of them this is, from 0")
-    join_seconds: PositiveFloat = Field(60.0, description="how long the processes wait for each other at the start")
-
-    @model_validator(mode="after")
-    def _processes(self):
-        if self.coordinator is None and (self.processes > 1 or self.process is not None):
-            raise ValueError("`processes` and `process` need `coordinator`, the host:port of process 0")
-        if self.coordinator is not None and (self.process is None or self.process >= self.processes):
-            raise ValueError(f"`process` is {self.process}; expected 0 to {self.processes - 1}, below `processes`")
-        return self
 
 
 class ModelConfig(Section):

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from tlt_jax import __version__
 from tlt_jax.config import ConfigError
-from tlt_jax.config.schema import DeviceConfig
+from tlt_jax.config.device_sections import DeviceConfig
 from tlt_jax.parallel.peers import Alone, Peers, meet, split_address
 
 Company = Alone | Peers

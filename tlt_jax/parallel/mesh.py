@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from tlt_jax.config import ConfigError
-from tlt_jax.config.schema import DeviceConfig, MeshConfig
+from tlt_jax.config.device_sections import DeviceConfig, MeshConfig
 
 MESH_AXES = ("data", "fsdp", "tensor")
 

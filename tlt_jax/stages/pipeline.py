@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_jax.config import Config, ConfigError, load_config
-from tlt_jax.config.schema import MeshConfig
+from tlt_jax.config.device_sections import MeshConfig
 from tlt_jax.models.declare import flatten
 from tlt_jax.models.hf import export
 from tlt_jax.models.transformer import ModelShape

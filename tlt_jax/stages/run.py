@@ -2,20 +2,17 @@
 
 import fcntl
 import logging
-import platform
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jax
 from rich.console import Console
 
-from tlt_jax import __version__
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config, ConfigError, dump_config
 from tlt_jax.config.load import read_config_tree, redacted
@@ -38,22 +35,10 @@ from tlt_jax.observe import (
 )
 from tlt_jax.parallel.hosts import Company, Together, join
 from tlt_jax.parallel.mesh import check_devices, compute_dtype, make_mesh, set_up_devices
+from tlt_jax.stages.facts import announce, facts_of
 from tlt_jax.stages.models import tokenizer_path
 
 log = logging.getLogger("tlt_jax")
-
-# Counts of the data's summary, and how the log calls them.
-LEFT_OUT = {
-    "duplicates": "duplicate documents",
-    "skipped": "unusable documents",
-    "not_chosen": "documents beyond data.max_documents",
-    "task_duplicates": "tasks seen before",
-    "task_bad_lines": "bad lines of tasks",
-    "task_empty": "tasks without text on both sides",
-    "dropped_empty_prompts": "tasks with an empty prompt",
-    "dropped_long_prompts": "tasks with too long a prompt",
-    "dropped_long_completions": "tasks with too long a completion",
-}
 
 PHASES = [
     ("pretrain", "pretrain"),
@@ -236,8 +221,8 @@ def open_run(config: Config) -> Iterator[Run]:
             stack.callback(tracker.close)
         stack.enter_context(_signals(run))
         stack.enter_context(_compile_clock(run))
-        run.facts = _facts(run)
-        _announce(run)
+        run.facts = facts_of(run)
+        announce(run)
         yield run
 
 
@@ -364,79 +349,3 @@ def _compile_clock(run: Run) -> Iterator[None]:
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield
     active = False
-
-
-def _facts(run: Run) -> dict[str, Any]:
-    config, device = run.config, jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "device_count": jax.device_count(),
-        **({"processes": jax.process_count()} if jax.process_count() > 1 else {}),
-        "mesh": " x ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items()),
-        "compute_dtype": str(run.dtype),
-        "versions": _versions(),
-        "python": platform.python_version(),
-        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "seed": config.run.seed,
-        "drafter": config.speculation.drafter,
-        "draft_length": config.speculation.draft_length,
-        "evaluation_decoding": f"sampled at temperature {config.sampling.temperature:g}",
-        "budget": f"{config.budget.total:g} {config.budget.unit}",
-        "data": _data_facts(run.corpus),
-    }
-
-
-def _data_facts(corpus: Corpus) -> dict[str, Any]:
-    """What a reader of the report wants to know of the data; the log holds every count."""
-    data = corpus.summary
-    return {
-        "documents": data["files"],
-        "documents_held_out": data["held_out_files"],
-        "training_tokens": data["train_tokens"],
-        "tokens_held_out": data["held_out_tokens"],
-        "bytes_a_token": corpus.bytes_per_token,
-        "vocabulary": data["vocab_size"],
-        "tasks": data["train_tasks"],
-        "tasks_held_out": data["held_out_tasks"],
-        **({"left_out": _left_out(data)} if _left_out(data) else {}),
-    }
-
-
-def _left_out(data: dict[str, Any]) -> str:
-    return ", ".join(f"{data[name]} {words}" for name, words in LEFT_OUT.items() if data.get(name))
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-    return {"tlt_jax": __version__, **{name: version(name) for name in names}}
-
-
-def _announce(run: Run) -> None:
-    data = run.corpus.summary
-    log.info("run directory: %s", run.folder)
-    log.info("%d x %s, mesh %s, %s", run.facts["device_count"], run.facts["device"], run.facts["mesh"], run.dtype)
-    log.info(
-        "data: %d documents, %d training tokens, %.2f bytes a token, %d tasks (%d held out)%s",
-        data["files"],
-        data["train_tokens"],
-        run.corpus.bytes_per_token,
-        data["train_tasks"],
-        data["held_out_tasks"],
-        ", from the cache" if data["cached"] else "",
-    )
-    if _left_out(data):
-        log.info("left out: %s", _left_out(data))
-    log.debug("data: %s", data)
-    if run.document:
-        where = run.document
-        log.info(
-            "going on from checkpoint %d: %s %s, step %d of the phase, %d of the run",
-            run.checkpoint,
-            where["stage"],
-            where["phase"],
-            where["spent"]["steps"],
-            run.step,
-        )
