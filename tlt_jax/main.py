@@ -22,6 +22,9 @@ VERBS = {
 }
 
 
+# What JAX's and Orbax's errors say where memory or disk do not suffice.
+EXHAUSTED = ("RESOURCE_EXHAUSTED", "Failed writing", "No space left")
+
 # Of the system's errors, those that say what it does not allow.
 REFUSALS = (
     errno.EACCES,
@@ -29,7 +32,10 @@ REFUSALS = (
     errno.EROFS,
     errno.ENOSPC,
     errno.EDQUOT,
+    errno.EFBIG,
+    errno.ELOOP,
     errno.ENAMETOOLONG,
+    errno.ENOENT,
     errno.EMFILE,
     errno.EISDIR,
     errno.ENOTDIR,
@@ -83,8 +89,12 @@ def _run_verb(name: str, words: list[str]) -> int:
     import importlib
     import logging
 
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            sys.exit(_refuse(f"{message}; see {self.prog} --help"))
+
     verb = importlib.import_module(f"tlt_jax.cli.{name}")
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"tlt {name}",
         description=verb.__doc__,
         epilog=verb.EXAMPLES,
@@ -104,7 +114,7 @@ def _told(error: Exception) -> str | None:
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.errno in REFUSALS:
         return text.removeprefix(f"[Errno {error.errno}] ")
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+    if isinstance(error, MemoryError) or any(words in text for words in EXHAUSTED):
         return f"out of memory or disk; --dry-run shows what the config needs ({text[:300]})"
     return None
 

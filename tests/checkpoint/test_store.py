@@ -149,6 +149,12 @@ DAMAGE = {
         (folder / "steps/11").mkdir(),
         (folder / "manifests/11.json").write_text("{}"),
     ),
+    "a link in the place of a step": lambda folder: (
+        shutil.rmtree(folder / "steps/10"),
+        (folder / "steps/10").symlink_to(folder / "steps/2"),
+    ),
+    "a manifest of an odd number": lambda folder: (folder / "manifests/².json").write_text("{}"),
+    "a manifest too deep to read": lambda folder: (folder / "manifests/10.json").write_text("[" * 100_000),
     "an empty newer step": lambda folder: (folder / "steps/11").mkdir(),
     "a newer step that was being written": lambda folder: (folder / "steps/11.orbax-checkpoint-tmp-0").mkdir(),
     "a newer step that is half there": lambda folder: shutil.copytree(
@@ -157,6 +163,7 @@ DAMAGE = {
     "a stray file among the steps": lambda folder: (folder / "steps/notes.txt").write_text("x"),
 }
 NEWEST_STAYS = {
+    "a manifest of an odd number",
     "a newer step of nothing",
     "an empty newer step",
     "a newer step that was being written",
@@ -216,8 +223,16 @@ def test_where_all_are_damaged_nothing_is_begun_anew(copied):
     assert listing(copied) == before
 
 
-def test_where_none_was_ever_whole_a_run_begins(copied):
+def test_where_the_manifests_are_gone_nothing_is_begun_anew(copied):
     shutil.rmtree(copied / "manifests")
+    with Store(copied, None) as store, pytest.raises(ConfigError, match=r"none of the checkpoints .* verifies"):
+        store.newest()
+    assert (copied / "steps/2").is_dir() and (copied / "steps/10").is_dir()
+
+
+def test_where_the_first_save_was_interrupted_a_run_begins(copied):
+    shutil.rmtree(copied / "manifests")
+    shutil.rmtree(copied / "steps/2")
     with Store(copied, None) as store:
         assert store.newest() is None
         store.save(1, arrays(1), {})
@@ -280,3 +295,13 @@ def test_the_older_one_stays_until_the_newer_one_is_sealed(tmp_path, monkeypatch
     with Store(folder, 1) as store:
         assert store.newest() == 1
         assert bits(store.restore(1, arrays())) == bits(arrays(1))
+
+
+def test_a_disk_without_room_is_told_before_it_is_filled(tmp_path, monkeypatch):
+    folder = filled(tmp_path / "checkpoints", (1,))
+    usage = shutil.disk_usage(folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**20))
+    with Store(folder) as store, pytest.raises(ConfigError, match=r"has 1.0 MiB free, and a checkpoint takes 1.0 MiB"):
+        store.save(2, arrays(2), {})
+    with Store(folder) as store:
+        assert store.newest() == 1

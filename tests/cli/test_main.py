@@ -54,6 +54,8 @@ def test_validate_looks_at_what_kind_of_thing_a_path_is(capsys, tmp_path):
     [
         (OSError(errno.ENOSPC, "No space left on device", "/full/log.txt"), "No space left on device: '/full/log.txt'"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), "Permission denied: '/x'"),
+        (OSError(errno.EFBIG, "File too large", "/x"), "File too large: '/x'"),
+        (ValueError("OUT_OF_RANGE: Error writing /x: Failed writing to file"), "out of memory or disk"),
         (MemoryError("Unable to allocate 8 EiB"), "out of memory"),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte"), "out of memory"),
     ],
@@ -90,12 +92,23 @@ ODD = [
     '{"phases": 3}',
     '{"phases": [3, {"stage": [], "phase": {}}], "facts": [1]}',
     '{"phases": [{"stage": "align", "phase": "ppo", "before": [1], "time": {"a": "b"}}]}',
+    "[" * 100_000,
     '{"finished": true, "facts": {"data": [[], {}], "versions": 3, "started": "x"}}',
 ]
 
 
 @pytest.mark.parametrize("results", ODD)
-@pytest.mark.parametrize("config", ["run: [a]\nstages: 3\nsampling: 1\n", "- a\n", "run: {name: [a]}\n"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        "run: !!bool x\n",
+        "[" * 20_000,
+        "stages: &a [*a, [b]]\n",
+        "run: [a]\nstages: 3\nsampling: 1\n",
+        "- a\n",
+        "run: {name: [a]}\n",
+    ],
+)
 def test_a_report_is_made_of_whatever_is_there(capsys, tmp_path, results, config):
     (tmp_path / "results.json").write_text(results)
     (tmp_path / "config.yaml").write_text(config)
@@ -109,3 +122,12 @@ def test_a_report_that_cannot_be_written_is_one_message(capsys, tmp_path):
     (tmp_path / "config.yaml").write_text("")
     (tmp_path / "report.html/x").mkdir(parents=True)
     assert "report.html" in said(capsys, "report", str(tmp_path), code=2)
+
+
+@pytest.mark.parametrize("words", [("validate", "--bogus"), ("export", "run"), ("run", "--config"), ("report",)])
+def test_arguments_that_cannot_be_are_refused_in_one_line(capsys, words):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and f"see tlt {words[0]} --help" in text and text.count("\n") == 1

@@ -172,6 +172,8 @@ def test_defaults_of_the_format(exported):
         ({"quantization_config": {"bits": 4}}, "`quantization_config`.*quantised weights"),
         ({"hidden_size": None}, "`hidden_size` is None; expected a positive integer"),
         ({"hidden_size": 10**30}, "`hidden_size` is 1000.*; expected a positive integer up to 2147483647"),
+        ({"num_hidden_layers": 10**6}, "`num_hidden_layers` is 1000000; expected at most 4096"),
+        ({"rms_norm_eps": 10**400}, "`rms_norm_eps` is 1000.*; expected a positive number"),
         ({"vocab_size": "61"}, "`vocab_size` is '61'; expected a positive integer"),
         ({"num_hidden_layers": True}, "`num_hidden_layers` is True; expected a positive integer"),
         ({"num_key_value_heads": 4}, r"`num_key_value_heads` is 4; expected a divisor of num_attention_heads \(6\)"),

@@ -65,3 +65,8 @@ def test_ticks():
     digits = _digits([3.6912, 3.69122], False)
     assert _tick(3.6912, digits) == "3.69120" and _tick(3.69122, digits) == "3.69122"
     assert [_tick(12_500), _tick(950)] == ["12.5k", "950"]
+
+
+def test_numbers_too_large_to_draw_leave_gaps():
+    svg = curve_svg([Series(list(range(40)), [1e308, -1e308] * 20)], key="x", last_step=40)
+    assert "<svg" in svg

@@ -2,6 +2,8 @@
 
 import io
 import logging
+import subprocess
+import sys
 from typing import get_args
 
 import numpy as np
@@ -129,3 +131,17 @@ def read_events(path):
         events.append(Event.FromString(data[position + 12 : position + 12 + length]))
         position += length + 16
     return events
+
+
+def test_a_reader_that_leaves_ends_nothing():
+    code = (
+        "import time\nfrom tlt_jax.observe.logs import CONSOLE\n"
+        "for i in range(200):\n    CONSOLE.print(f'line {i}')\n    time.sleep(0.001)\n"
+        "import sys\nsys.stderr.write('to the end')"
+    )
+    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert program.stdout and program.stderr
+    assert program.stdout.readline() == "line 0\n"
+    program.stdout.close()
+    assert program.stderr.read() == "to the end"
+    assert program.wait(timeout=60) == 0

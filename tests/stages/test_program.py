@@ -198,6 +198,9 @@ def test_a_refused_resume_changes_nothing(tmp_path):
     options = ["stages=[pretrain]", "budget.total=100000", "run.export=false", "checkpoint.every_steps=1"]
     assert program.kill_when(tmp_path, lambda: len(program.rows(tmp_path)) >= 3, signal.SIGTERM, *options) == 143
     config = (tmp_path / "runs/tiny/config.yaml").read_text()
+    with open(tmp_path / "runs/tiny/metrics.jsonl", "a") as metrics:  # as after a kill between a row and its checkpoint
+        metrics.write(json.dumps(program.rows(tmp_path)[-1] | {"step": 10**6}) + "\n")
+    rows = (tmp_path / "runs/tiny/metrics.jsonl").read_text()
     for override, message in {
         "pretrain.optimizer.name=lion": "does not fit the config",
         "pretrain.batch_size=8": "`pretrain.batch_size`: the run began with 4, now 8",
@@ -205,6 +208,7 @@ def test_a_refused_resume_changes_nothing(tmp_path):
     }.items():
         assert message in program.run(tmp_path, *options, override, code=2).splitlines()[-1]
         assert (tmp_path / "runs/tiny/config.yaml").read_text() == config
+        assert (tmp_path / "runs/tiny/metrics.jsonl").read_text() == rows
 
 
 def test_rows_that_somebody_changed_are_noticed(finished, tmp_path):
@@ -217,6 +221,13 @@ def test_rows_that_somebody_changed_are_noticed(finished, tmp_path):
     text = program.run(tmp_path, code=2)
     assert "metrics.jsonl, line 5: not a JSON object" in text.splitlines()[-1]
     assert "Traceback" not in text
+
+
+def test_a_finished_run_without_its_checkpoints_is_not_begun_anew(finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "runs/tiny/checkpoints")
+    assert "there is no checkpoint" in program.run(tmp_path, code=2).splitlines()[-1]
+    assert len(program.rows(tmp_path)) == STEPS
 
 
 def test_secrets_stay_out_of_the_run_directory(tmp_path):
@@ -247,6 +258,7 @@ def test_user_errors_exit_2_with_one_message(tmp_path):
         "model.init_from=nowhere": "model.init_from",
         "data.source={kind: directory, path: nowhere}": "nowhere",
         "device.mesh.data=3": "device.mesh",
+        "model.hidden=2147483647": "GiB that are here",
     }.items():
         folder = tmp_path / re.sub(r"\W", "_", override)
         folder.mkdir()

@@ -69,7 +69,7 @@ class Store:
         return found
 
     def _newest(self) -> int | None:
-        sealed = {int(path.stem) for path in self._manifests.glob("*.json") if path.stem.isdigit()}
+        sealed = {int(path.stem) for path in self._manifests.glob("*.json") if _is_number(path.stem)}
         faults: dict[int, str] = {}
         for step in sorted({*self._steps(), *sealed}, reverse=True):
             fault = self._fault(step)
@@ -78,10 +78,12 @@ class Store:
             faults[step] = fault
             log.warning("checkpoint %d does not verify (%s); looking for an older one", step, fault)
         else:
-            if sealed:
+            # One that has no manifest may be a first save that was interrupted; several were whole once.
+            if sealed or len(faults) > 1:
+                why = next(iter(faults.values()))
                 raise ConfigError(
-                    f"none of the checkpoints in {str(self.folder)!r} verifies ({faults[max(sealed)]}); expected a new"
-                    " run.name, or that folder moved away, to begin anew"
+                    f"none of the checkpoints in {str(self.folder)!r} verifies ({why}); expected a new run.name, or"
+                    " that folder moved away, to begin anew"
                 )
             step = None
         for damaged in faults if not self._read_only else ():
@@ -91,6 +93,7 @@ class Store:
     def save(self, step: int, arrays: Arrays, document: dict) -> None:
         """Starts to save; returns once the arrays may be donated. Raises what an earlier save failed with."""
         self.wait()
+        self._check_space(arrays)
         args = ocp.args.Composite(
             arrays=ocp.args.StandardSave(arrays), document=ocp.args.JsonSave(json.loads(json.dumps(document)))
         )
@@ -153,19 +156,31 @@ class Store:
         except BaseException as error:  # handed to the next save, wait or close
             self._failure = error
 
+    def _check_space(self, arrays: Arrays) -> None:
+        """Raises ConfigError where the disk has no room for another checkpoint: a save that fails leaves it full."""
+        needed = sum(array.nbytes for array in arrays.values()) + 2**20
+        free = shutil.disk_usage(self.folder).free
+        if self._main and free < needed:
+            raise ConfigError(
+                f"the disk of {str(self.folder)!r} has {free / 2**20:,.1f} MiB free, and a checkpoint takes"
+                f" {needed / 2**20:,.1f} MiB; expected more room, or a smaller `checkpoint.keep`"
+            )
+
     def _steps(self) -> list[int]:
-        return [int(path.name) for path in (self.folder / "steps").glob("*") if path.name.isdigit()]
+        return [int(path.name) for path in (self.folder / "steps").glob("*") if _is_number(path.name)]
 
     def _path(self, step: int) -> Path:
         return self.folder / "steps" / str(step)
 
     def _fault(self, step: int) -> str | None:
         manifest = self._manifests / f"{step}.json"
+        if self._path(step).is_symlink():
+            return "it is a link"
         if not manifest.is_file():
             return "it has no manifest: its saving was interrupted"
         try:
             expected = json.loads(manifest.read_text())
-        except ValueError:
+        except (ValueError, RecursionError):
             expected = None
         if not isinstance(expected, dict) or not all(
             any(name.startswith(f"{item}/") for name in expected) for item in ("arrays", "document")
@@ -184,6 +199,10 @@ class Store:
             self._path(step).rename(damaged / str(step))
         for old in sorted(damaged.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT_ASIDE]:
             shutil.rmtree(old)
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdigit()
 
 
 def _digests(folder: Path) -> dict[str, str]:

@@ -1,24 +1,16 @@
 """What a run will do, before it does it."""
 
-import math
-
-from rich.console import Console
 from rich.table import Table
 
 from tlt_jax.config import Config
-from tlt_jax.models.declare import shardings, table
-from tlt_jax.models.transformer import ModelShape, Transformer
+from tlt_jax.models.declare import shardings
+from tlt_jax.observe.logs import CONSOLE
 from tlt_jax.parallel.mesh import MESH_AXES, make_mesh, mesh_shape
 from tlt_jax.stages.budget import Spent, phase_budget, spent
+from tlt_jax.stages.memory import in_words, memory, parameters
 from tlt_jax.stages.models import model_shape, tokenizer_path, transformer
 from tlt_jax.stages.run import check_batches
 from tlt_jax.text import load_tokenizer
-
-MOMENTS = {
-    "adamw": 2,
-    "lion": 1,
-    "muon": 2,
-}  # muon: one for matrices, two for what AdamW handles; the larger is planned
 
 
 def print_plan(config: Config) -> None:
@@ -43,43 +35,13 @@ def print_plan(config: Config) -> None:
         f"{shape.heads} heads ({shape.kv_heads} kv), vocabulary {shape.vocab}",
         "drafter": f"{config.speculation.drafter}, {config.speculation.draft_length} tokens; "
         f"exit after layer {shape.exit_layer}",
-        "memory": memory(config, shape, math.prod(mesh[1:]), compute_dtype(config.device).itemsize),
+        "memory": in_words(memory(config, shape, make_mesh(config.device.mesh), compute_dtype(config.device))),
         "run directory": f"{config.run.output_dir}/{config.run.name}",
     }
     for name, value in rows.items():
         facts.add_row(name, value)
-    console = Console()
-    console.print(facts)
-    console.print(_stages(config))
-
-
-def parameters(shape: ModelShape) -> int:
-    """How many numbers a model of this shape holds."""
-    return sum(math.prod(spec.shape) for spec in table(lambda d: Transformer(shape, d)).values())
-
-
-def memory(config: Config, shape: ModelShape, parts: int, itemsize: int) -> str:
-    """Bytes of what stays on each device, in words: weights, moments, gradients, frozen copies, cache."""
-    count = parameters(shape) / parts
-    optimizer = {
-        "pretrain": config.pretrain.optimizer,
-        "finetune": config.finetune.policy.optimizer,
-        "align": config.align.ppo.optimizer,
-    }
-    moments = max(MOMENTS[optimizer[stage].name] for stage in config.stages)
-    frozen = 2 if "align" in config.stages else 1 if "finetune" in config.stages else 0
-    positions = config.data.tasks.max_prompt_tokens + config.data.tasks.max_completion_tokens
-    cache = 2 * shape.layers * config.speculation.slots * positions * shape.kv_heads * shape.head_dim * itemsize
-    sizes = {
-        "weights, gradients and optimiser": 4 * count * (2 + moments),
-        "frozen models": 4 * count * frozen,
-        "decode view": itemsize * count,
-        "cache of all slots": cache,
-    }
-    return (
-        ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items() if size)
-        + " (activations come on top)"
-    )
+    CONSOLE.print(facts)
+    CONSOLE.print(_stages(config))
 
 
 def _stages(config: Config) -> Table:

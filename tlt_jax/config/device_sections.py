@@ -26,8 +26,8 @@ class DeviceConfig(Section):
     """Where the run computes, and in which type."""
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = Field("auto", description="where to run")
-    cpu_devices: PositiveInt = Field(
-        1, description="simulated devices on the CPU; 2 use two cores better than one does"
+    cpu_devices: int = Field(
+        1, ge=1, le=1024, description="simulated devices on the CPU; 2 use two cores better than one does"
     )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="type of activations; auto: float32 on CPU, bfloat16 elsewhere. Weights stay float32"

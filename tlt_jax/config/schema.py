@@ -109,10 +109,10 @@ class BudgetConfig(Section):
     unit: Literal["steps", "tokens", "seconds"] = Field(
         "steps", description="what the total counts; only steps and tokens replay exactly"
     )
-    total: PositiveFloat = Field(1000.0, description="the whole budget, in `unit`")
-    pretrain: NonNegativeFloat = Field(0.4, description="share of the pretrain stage")
-    finetune: NonNegativeFloat = Field(0.3, description="share of the finetune stage")
-    align: NonNegativeFloat = Field(0.3, description="share of the align stage")
+    total: float = Field(1000.0, gt=0.0, le=1e15, description="the whole budget, in `unit`")
+    pretrain: float = Field(0.4, ge=0.0, le=1e6, description="share of the pretrain stage")
+    finetune: float = Field(0.3, ge=0.0, le=1e6, description="share of the finetune stage")
+    align: float = Field(0.3, ge=0.0, le=1e6, description="share of the align stage")
 
 
 class PretrainConfig(Section):

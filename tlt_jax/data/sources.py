@@ -206,7 +206,7 @@ def _files_below(root: Path, pattern: str) -> list[tuple[str, Path]]:
     """(name relative to root with "/", path) of the files that match, sorted by name."""
     try:
         paths = [path for path in root.glob(pattern) if path.is_file()]
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, IndexError) as error:
         raise ConfigError(
             f"data.source.pattern is {pattern!r}; expected a relative glob like '**/*.py' ({error})"
         ) from None

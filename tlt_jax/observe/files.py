@@ -59,7 +59,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     text = Path(path).read_text(encoding="utf-8")
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
 
 

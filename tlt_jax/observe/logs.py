@@ -1,10 +1,10 @@
 """The log of a run: everything to log.txt, the messages to the console."""
 
 import logging
+import os
 import sys
 from pathlib import Path
 
-import rich
 from rich.console import Console
 from rich.text import Text
 
@@ -23,6 +23,18 @@ class LogFile(logging.FileHandler):
         if not self.told:
             self.told = True
             print(f"warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
+
+
+class LastingConsole(Console):
+    """A console whose reader may leave (`| head`): the run goes on without it."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing from here on."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for whoever else flushes it at the end
+
+
+CONSOLE = LastingConsole()
 
 
 class ConsoleHandler(logging.Handler):
@@ -44,7 +56,7 @@ def log_errors_alone() -> None:
     """Send errors of "tlt_jax" to the console, and nothing to a file: for processes that leave writing to another."""
     close_logging()
     logger = logging.getLogger(LOGGER_NAME)
-    logger.addHandler(ConsoleHandler(rich.get_console(), logging.ERROR))
+    logger.addHandler(ConsoleHandler(CONSOLE, logging.ERROR))
     logger.propagate = False
 
 
@@ -52,7 +64,7 @@ def set_up_logging(run_dir: str | Path, console: Console | None = None) -> loggi
     """Send the logger "tlt_jax" to `<run_dir>/log.txt` and to the console; returns the logger.
 
     The file takes timestamps, levels and tracebacks and is appended to; the console takes messages from INFO up.
-    `console` defaults to rich's global one, which `Progress` uses too, so that lines and bars don't collide. Calling
+    `console` defaults to the one that `Progress` uses too, so that lines and bars don't collide. Calling
     it again replaces the handlers.
     """
     close_logging()
@@ -63,7 +75,7 @@ def set_up_logging(run_dir: str | Path, console: Console | None = None) -> loggi
     logger = logging.getLogger(LOGGER_NAME)
     logger.setLevel(logging.DEBUG)
     logger.addHandler(file_handler)
-    logger.addHandler(ConsoleHandler(console or rich.get_console()))
+    logger.addHandler(ConsoleHandler(console or CONSOLE))
     logger.propagate = False  # a root handler of some library would print every message a second time
     return logger
 

@@ -126,7 +126,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:  # malformed JSON, or bytes that are no UTF-8
+    except (ValueError, RecursionError):  # malformed JSON, or bytes that are no UTF-8
         return None
     return row if isinstance(row, dict) and _is_step(row.get("step")) else None
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_POINTS = 240  # per line: more than a small drawing has pixels to show
+LARGEST_DRAWN = 1e100  # beyond it, an axis overflows
 SMOOTH_FROM = 20  # points; fewer are drawn as they are, with markers
 LINE_STYLES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), "-.", (0, (7, 2, 1, 2, 1, 2)), (0, (3, 3)))
 # Stand-ins that the drawing is made with and that are then replaced by what the page decides.
@@ -120,7 +121,7 @@ def curve_svg(
 
 def _draw_line(axes: Any, line: Series, index: int, exact: bool) -> None:
     colour, style = _COLOURS[index % len(_COLOURS)], LINE_STYLES[index % len(LINE_STYLES)]
-    values = [value if math.isfinite(value) else math.nan for value in line.values]
+    values = [value if abs(value) < LARGEST_DRAWN else math.nan for value in line.values]
     if len(values) < SMOOTH_FROM:
         axes.plot(line.steps, values, color=colour, linewidth=1.5, linestyle=style, marker="o", markersize=2.8,
                   clip_on=False)  # fmt: skip
@@ -135,7 +136,7 @@ def _set_limits(axes: Any, series: Sequence[Series], marks: Sequence[float]) -> 
     """Fit the y axis to the curves without their rarest outliers, so that one spike doesn't flatten the rest."""
     lows, highs = list(marks), list(marks)
     for line in series:
-        values = sorted(value for value in line.values if math.isfinite(value))
+        values = sorted(value for value in line.values if abs(value) < LARGEST_DRAWN)
         if values:
             cut = len(values) // 100 if len(values) >= SMOOTH_FROM else 0
             lows.append(values[cut])

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import rich
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn
 from rich.progress import Progress as RichProgress
@@ -12,6 +11,7 @@ from rich.table import Column
 from rich.text import Text
 
 from tlt_jax.observe.files import plain
+from tlt_jax.observe.logs import CONSOLE
 
 PLAIN_INTERVAL = 10.0  # seconds between two plain lines
 
@@ -26,8 +26,8 @@ class Progress:
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
-        """`console` defaults to rich's global one, shared with the log; `clock` gives seconds."""
-        self._console = console or rich.get_console()
+        """`console` defaults to the one shared with the log; `clock` gives seconds."""
+        self._console = console or CONSOLE
         self._clock = clock
         self._live = _make_bars(self._console) if self._console.is_terminal else None
         self._tasks: dict[str, TaskID] = {}

@@ -48,6 +48,7 @@ def build_report(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     files = read_run_files(run_dir)
     phases = _phases(files.rows, files.samples, files.records)
     stages = files.config.get("stages")
+    stages = [stage for stage in stages if isinstance(stage, str)] if isinstance(stages, list) else []
     report = {
         "name": str(section(files.config, "run").get("name") or run_dir.resolve().name),
         "finished": files.finished,
@@ -57,8 +58,7 @@ def build_report(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         "key_figures": _key_figures(phases, files.rows),
         "phases": phases,
         "time": _total_time(phases),
-        "missing": files.missing
-        + _missing_phases(phases, stages if isinstance(stages, list) else [], section(files.facts, "data")),
+        "missing": files.missing + _missing_phases(phases, stages, section(files.facts, "data")),
         "footnotes": _footnotes(phases, files.rows, files.config, files.facts),
     }
     return plain(report)

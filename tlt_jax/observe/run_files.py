@@ -61,7 +61,7 @@ def _read(missing: list[str], run_dir: Path, name: str, reader: Callable[[Path],
         return default
     try:
         value = reader(path)
-    except (ValueError, OSError, yaml.YAMLError) as error:
+    except Exception as error:  # YAML's and JSON's are of many kinds
         # Named in the report itself: one damaged file must not hide what the others say.
         logging.getLogger(__name__).warning("the report leaves out %s: %s", name, error)
         missing.append(f"{name} could not be read and is left out: {error}")

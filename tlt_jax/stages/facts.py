@@ -3,15 +3,15 @@
 import logging
 import platform
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 
 from tlt_jax import __version__
+from tlt_jax.config import Config
 from tlt_jax.data import Corpus
-
-if TYPE_CHECKING:
-    from tlt_jax.stages.run import Run
 
 log = logging.getLogger("tlt_jax")
 
@@ -29,15 +29,16 @@ LEFT_OUT = {
 }
 
 
-def facts_of(run: "Run") -> dict[str, Any]:
-    config, device = run.config, jax.devices()[0]
+def facts_of(config: Config, mesh: jax.sharding.Mesh, dtype: np.dtype, corpus: Corpus) -> dict[str, Any]:
+    """What ran on what: the "facts" of results.json and of the report."""
+    device = jax.devices()[0]
     return {
         "device": device.device_kind,
         "platform": device.platform,
         "device_count": jax.device_count(),
         **({"processes": jax.process_count()} if jax.process_count() > 1 else {}),
-        "mesh": " x ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items()),
-        "compute_dtype": str(run.dtype),
+        "mesh": " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
+        "compute_dtype": str(dtype),
         "versions": _versions(),
         "python": platform.python_version(),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -46,7 +47,7 @@ def facts_of(run: "Run") -> dict[str, Any]:
         "draft_length": config.speculation.draft_length,
         "evaluation_decoding": f"sampled at temperature {config.sampling.temperature:g}",
         "budget": f"{config.budget.total:g} {config.budget.unit}",
-        "data": _data_facts(run.corpus),
+        "data": _data_facts(corpus),
     }
 
 
@@ -77,15 +78,16 @@ def _versions() -> dict[str, str]:
     return {"tlt_jax": __version__, **{name: version(name) for name in names}}
 
 
-def announce(run: "Run") -> None:
-    data = run.corpus.summary
-    log.info("run directory: %s", run.folder)
-    log.info("%d x %s, mesh %s, %s", run.facts["device_count"], run.facts["device"], run.facts["mesh"], run.dtype)
+def announce(folder: Path, facts: dict[str, Any], corpus: Corpus) -> None:
+    """Logs where the run is, on what it runs, and what its data are."""
+    data = corpus.summary
+    log.info("run directory: %s", folder)
+    log.info("%d x %s, mesh %s, %s", *(facts[name] for name in ("device_count", "device", "mesh", "compute_dtype")))
     log.info(
         "data: %d documents, %d training tokens, %.2f bytes a token, %d tasks (%d held out)%s",
         data["files"],
         data["train_tokens"],
-        run.corpus.bytes_per_token,
+        corpus.bytes_per_token,
         data["train_tasks"],
         data["held_out_tasks"],
         ", from the cache" if data["cached"] else "",
@@ -93,13 +95,3 @@ def announce(run: "Run") -> None:
     if _left_out(data):
         log.info("left out: %s", _left_out(data))
     log.debug("data: %s", data)
-    if run.document:
-        where = run.document
-        log.info(
-            "going on from checkpoint %d: %s %s, step %d of the phase, %d of the run",
-            run.checkpoint,
-            where["stage"],
-            where["phase"],
-            where["spent"]["steps"],
-            run.step,
-        )

@@ -14,6 +14,8 @@ from tlt_jax.models.heads import ScalarHead, ShallowExit
 from tlt_jax.models.hf import read_drafter, read_exit, read_shape, read_weights
 from tlt_jax.models.transformer import ModelShape, Transformer
 from tlt_jax.parallel.hosts import put, to_host
+from tlt_jax.parallel.mesh import compute_dtype
+from tlt_jax.stages.memory import check_memory, memory
 from tlt_jax.train.state import Build, Role
 
 
@@ -95,6 +97,7 @@ def initial_models(config: Config, vocab: int, mesh: jax.sharding.Mesh) -> Model
     shape = model_shape(config.model, vocab)
     if shape.vocab < vocab:
         raise ConfigError(f"`model.init_from` has a vocabulary of {shape.vocab}, its tokenizer one of {vocab}")
+    check_memory(memory(config, shape, mesh, compute_dtype(config.device)))
     keys = jax.random.split(jax.random.key(config.run.seed), 2)
     exit = initialise(shallow_exit(shape), mesh, keys[1])
     source = _source(config.model)

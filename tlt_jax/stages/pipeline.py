@@ -51,6 +51,8 @@ def run_all(config: Config) -> StageResult:
             if run.finished:
                 assert run.document is not None
                 _check_place(run, config.stages)
+                run.take_up_rows()
+                run.recorded = True  # there is nothing to add
                 run.warn_of_changes(ModelShape(**run.document["shape"]))
                 log.info("this run is finished (%d steps); nothing is left to do; more needs a new run.name", run.step)
                 models = saved_models(run.folder, run.mesh)
@@ -207,7 +209,7 @@ def _finish(run: Run, models: Models) -> None:
 
 def _report(run: Run) -> None:
     """Writes the report of whatever the run has reached; its failure must not hide the run's own."""
-    if not run.main:
+    if not (run.main and run.recorded):
         return
     failing = sys.exc_info()[0] is not None
     try:

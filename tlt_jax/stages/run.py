@@ -79,12 +79,17 @@ class Run:
         self.dtype = compute_dtype(config.device)
         check_batches(config, self.mesh.shape["data"] * self.mesh.shape["fsdp"])
         self.checkpoint = store.newest()
+        if self.checkpoint is None and self._says_finished():
+            raise ConfigError(
+                f"results.json in {str(folder)!r} says that this run is finished, but there is no checkpoint; expected"
+                " a new run.name, or that folder moved away, to begin anew"
+            )
         self.document = None if self.checkpoint is None else store.document(self.checkpoint)
         self.step: int = self.document["step"] if self.document else 0
         self.results: list[dict[str, Any]] = self.document["results"] if self.document else []
         self.facts: dict[str, Any] = {}
         self.shape: ModelShape | None = None
-        self._recorded = False
+        self.recorded = False
         self.metrics, self.samples = (
             MetricsLog(folder / name) if self.main else NoLog() for name in ("metrics.jsonl", "samples.jsonl")
         )
@@ -106,6 +111,9 @@ class Run:
             or (document["stage"], document["phase"]) != last_phase(self.config.stages[-1])
         ):
             return False
+        return self._says_finished()
+
+    def _says_finished(self) -> bool:
         try:
             found = bool(read_json(self.folder / "results.json")["finished"])
         except (OSError, ValueError, LookupError, TypeError):  # lost or damaged: the checkpoint makes it again
@@ -146,17 +154,37 @@ class Run:
         self.shape = shape
 
     def record(self) -> None:
-        """Writes what this run is: config, tokenizer, facts. Not before it is sure that it can go on: a command that
-        is refused changes nothing."""
-        if self.main and self.shape is not None and not self._recorded:
-            self._recorded = True
+        """Takes up the run directory's rows, and writes what this run is: config, tokenizer, facts. Not before it is
+        sure that it can go on: a command that is refused changes nothing."""
+        if self.main and self.shape is not None and not self.recorded:
+            self.take_up_rows()
+            self.trackers = open_trackers(self.config.run.trackers, self.folder, self.step + 1)
+            self.recorded = True
             self.warn_of_changes(self.shape)
             write_text_atomically(self.folder / "config.yaml", dump_config(_resolved(self.config, self.shape)))
             self.corpus.tokenizer.save(self.folder)
             self.write_results()
 
+    def take_up_rows(self) -> None:
+        """Brings metrics.jsonl and samples.jsonl to where the checkpoint is. Raises ConfigError for damaged rows."""
+        try:
+            self.metrics.truncate_after(self.step)
+            self.samples.truncate_to(self.document["samples"] if self.document else 0)
+        except ValueError as error:
+            raise ConfigError(f"{error}; expected the rows as they were written: mend or remove that line") from None
+        faults = self.metrics.faults(self.step)
+        if faults:
+            log.warning("%s was changed since it was written: %s", self.metrics.path, faults)
+
+    def close_trackers(self) -> None:
+        """Writes out what trackers hold back."""
+        for tracker in self.trackers:
+            tracker.close()
+
     def warn_of_changes(self, shape: ModelShape) -> None:
         """Says which keys differ from those of the config that the run directory holds, for a model of this shape."""
+        if not self.main:
+            return
         path = self.folder / "config.yaml"
         changed = (
             sorted(_changes(read_config_tree(path), redacted(_resolved(self.config, shape)))) if path.is_file() else []
@@ -215,14 +243,16 @@ def open_run(config: Config) -> Iterator[Run]:
         run = Run(config, folder, corpus, store, progress, company)
         stack.enter_context(run.metrics)
         stack.enter_context(run.samples)
-        _take_up_rows(run)
-        run.trackers = open_trackers(config.run.trackers, folder, run.step + 1) if run.main else []
-        for tracker in run.trackers:
-            stack.callback(tracker.close)
+        stack.callback(run.close_trackers)
         stack.enter_context(_signals(run))
         stack.enter_context(_compile_clock(run))
-        run.facts = facts_of(run)
-        announce(run)
+        run.facts = facts_of(config, run.mesh, run.dtype, corpus)
+        announce(folder, run.facts, corpus)
+        if run.document:
+            place = (
+                f"{run.document['stage']} {run.document['phase']}, step {run.document['spent']['steps']} of the phase"
+            )
+            log.info("going on from checkpoint %d: %s, %d of the run", run.checkpoint, place, run.step)
         yield run
 
 
@@ -260,18 +290,6 @@ def _prepared(config: Config, progress: Progress, company: Company) -> Corpus:
     if len(set(digests)) > 1:
         raise ConfigError("`data`: the processes read different data; expected the same files, and versions, for all")
     return corpus
-
-
-def _take_up_rows(run: Run) -> None:
-    """Brings metrics.jsonl and samples.jsonl to where the checkpoint stands. Raises ConfigError for damaged rows."""
-    try:
-        run.metrics.truncate_after(run.step)
-        run.samples.truncate_to(run.document["samples"] if run.document else 0)
-    except ValueError as error:
-        raise ConfigError(f"{error}; expected the rows as they were written: mend or remove that line") from None
-    faults = run.metrics.faults(run.step)
-    if faults:
-        log.warning("%s was changed since it was written: %s", run.metrics.path, faults)
 
 
 @contextmanager

@@ -211,6 +211,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"file {str(path)!r}, beside the tokenizer, is not JSON: {error}") from None
     return tree if isinstance(tree, dict) else {}

@@ -3,7 +3,6 @@ that we do not implement is an error, never ignored.
 """
 
 import json
-import math
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +20,7 @@ from tlt_jax.models.transformer import ModelShape
 ARCHITECTURE = "LlamaForCausalLM"
 FLOATS = ("F32", "BF16", "F16")
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
+LARGEST_NUMBER, MOST_LAYERS = 1e30, 4096
 SHOWN = 8  # lines of a list in an error message
 
 
@@ -41,6 +41,8 @@ def read_shape(folder: str | Path, exit_layer: int, exit_rank: int) -> ModelShap
         raise _wrong(path, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
     if head_dim < 2 or head_dim % 2:
         raise _wrong(path, "head_dim", head_dim, "an even number, 2 or more")
+    if layers > MOST_LAYERS:
+        raise _wrong(path, "num_hidden_layers", layers, f"at most {MOST_LAYERS}")
     if not 1 <= exit_layer < layers:
         raise ConfigError(
             f"`model.exit_layer` is {exit_layer}; expected 1 to {layers - 1}, as {str(path)!r} has {layers} layers"
@@ -229,7 +231,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"file {str(path)!r} does not exist; expected a Hugging Face directory's {path.name}")
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"file {str(path)!r} is not JSON: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"file {str(path)!r} holds a {type(tree).__name__}; expected a JSON object")
@@ -251,7 +253,7 @@ def _integer(path: Path, config: dict[str, Any], key: str, default: int | None =
 def _number(path: Path, config: dict[str, Any], key: str, default: float) -> float:
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < LARGEST_NUMBER:
         raise _wrong(path, key, value, "a positive number")
     return float(value)
 
