@@ -19,6 +19,7 @@ VERBS = {
     "validate": "check a config; touches no device",
     "report": "write the report of a run directory again",
     "export": "write a run's model as a Hugging Face directory",
+    "launch": "start a config on a cluster",
 }
 
 
