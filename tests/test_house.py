@@ -23,7 +23,7 @@ ALLOWED_WITHIN_A_TIER = {("main", "cli")}
 HEIGHT = {room: -depth for depth, rooms in enumerate(TIERS) for room in rooms}
 # Without a docstring: what a verb's two functions do is the same for all verbs, and stands in tlt_jax/main.py.
 PUBLIC_WITHOUT_DOCSTRING = {
-    (f"cli/{verb}.py", name) for verb in ("run", "validate", "report", "export") for name in ("add", "main")
+    (f"cli/{verb}.py", name) for verb in ("run", "validate", "report", "export", "launch") for name in ("add", "main")
 }
 
 

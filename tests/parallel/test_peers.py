@@ -64,6 +64,9 @@ def test_everybody_gets_everybodys_values_in_order_and_parts_in_peace(port):
 def test_who_ends_without_a_goodbye_is_named_everywhere(port, victim):
     company = together(port, 3)
     noted = losses(company)
+    # As of a process that is gone: it watches no more, and says nothing.
+    company[victim]._closing.set()
+    company[victim]._watch.join()
     for peer in company[victim].peers:
         peer.link.shutdown(socket.SHUT_RDWR)
     others = [notes for i, notes in enumerate(noted) if i != victim]

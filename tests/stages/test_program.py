@@ -230,6 +230,20 @@ def test_a_finished_run_without_its_checkpoints_is_not_begun_anew(finished, tmp_
     assert len(program.rows(tmp_path)) == STEPS
 
 
+def test_a_run_that_diverges_goes_back_and_then_stops_and_says_what_it_saw(tmp_path):
+    options = ["stages=[pretrain]", "budget.total=100", "run.export=false", "pretrain.eval_every=1000"]
+    options += ["pretrain.optimizer.learning_rate=1e30", "pretrain.optimizer.warmup_fraction=0.04"]
+    faults = ["faults.rollback_after=2", "faults.stop_after=2", "checkpoint.every_steps=1"]
+    text = program.run(tmp_path, *options, *faults, code=2)
+    assert re.search(r"warning: step \d+: not finite or a spike, so that nothing was updated \(loss ", text)
+    assert text.count("going back to checkpoint") == 2
+    last = text.splitlines()[-1]
+    assert "pretrain pretrain diverges: 2 updates in a row" in last and "after 2 returns" in last
+    rows = program.rows(tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert sum(row["train/skipped"] for row in rows) >= 6
+
+
 def test_secrets_stay_out_of_the_run_directory(tmp_path):
     program.run(tmp_path, "data.source.hub_token=hunter2", "stages=[pretrain]", "budget.total=1", "run.export=false")
     for path in (tmp_path / "runs").rglob("*"):

@@ -297,3 +297,42 @@ def test_distillation_of_another_drafter_costs_more_and_accepts_less():
     best, _ = jax.jit(distil)(*tiny.perfect_pair(scale=2.0))
     assert float(loss) > float(best) + 1e-3
     assert 0.0 < float(acceptance) < 0.999
+
+
+@cache
+def guarded():
+    """A loss of one number, whose gradient the batch chooses: what is skipped can be counted by hand."""
+    objective = Objective(
+        lambda batch, step: batch,
+        lambda params, b: (jnp.sum(params["policy"].final_norm) * jnp.sum(b["slope"]) + jnp.sum(b["offset"]), {}),
+    )
+    adam = OptimizerConfig(learning_rate=1e-3, clip_norm=1e9, warmup_fraction=0.0)
+    roles = {"policy": Role(policy, adam)}
+    start = new_state(roles, placed(roles, {"policy": tiny.transformer()}), tiny.mesh())
+    return make_update(objective, roles, tiny.mesh(), spike_factor=10.0), start
+
+
+def bits(state) -> dict[str, bytes]:
+    return {path: np.asarray(a).tobytes() for path, a in flatten((state.params, state.opt, state.usual_norm)).items()}
+
+
+@pytest.mark.parametrize("fault", [{"slope": np.nan}, {"slope": np.inf}, {"offset": np.nan}, {"slope": 11.0}])
+def test_an_update_that_is_not_finite_or_a_spike_changes_nothing_and_is_counted(fault):
+    update, start = guarded()
+
+    def batch(slope=1.0, offset=0.0):
+        return {"slope": jnp.full((1, 1), slope), "offset": jnp.full((1, 1), offset)}
+
+    copy = jax.tree.map(jnp.copy, start)
+    once, metrics = update(copy, batch(), np.float32(0.5))
+    assert float(metrics["train/skipped"]) == 0.0
+    assert float(once.usual_norm) == pytest.approx(4.0)  # the gradient is 1 in each of 16 places
+    before = bits(once)
+    skipped, metrics = update(once, batch(**fault), np.float32(0.5))
+    assert float(metrics["train/skipped"]) == 1.0
+    assert bits(skipped) == before  # the optimiser's count stands still too
+    assert int(skipped.step) == 2
+    after, metrics = update(skipped, batch(slope=9.0), np.float32(0.5))
+    assert float(metrics["train/skipped"]) == 0.0
+    assert bits(after) != before
+    assert float(after.usual_norm) == pytest.approx(0.95 * 4.0 + 0.05 * 36.0)

@@ -53,7 +53,9 @@ def slurm_script(job: Job) -> str:
         "signal": f"B:USR1@{SAVING_SECONDS}",
     }
     lines = [
-        f"#SBATCH --{key}" + ("" if value is True else f"={value}") for key, value in options.items() if value is not None
+        f"#SBATCH --{key}" + ("" if value is True else f"={value}")
+        for key, value in options.items()
+        if value is not None
     ]
     split = f" --gpus-per-task={job.accelerators // job.processes_per_node}" if job.processes_per_node > 1 else ""
     return "\n".join(

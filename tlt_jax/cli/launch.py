@@ -10,8 +10,8 @@ from tlt_jax.cli.options import add_config_options, config_of
 from tlt_jax.config import ConfigError
 
 EXAMPLES = """examples:
-  tlt launch --target slurm --nodes 8 --accelerators 8 --config configs/quickstart.yaml run.output_dir=/shared/runs --dry-run
-  tlt launch --target jobset --nodes 8 --accelerators 4 --image registry/tlt:1 --volume runs:/runs --config X --dry-run"""
+  tlt launch --target slurm --nodes 8 --accelerators 8 --config X run.output_dir=/shared/runs --dry-run
+  tlt launch --target jobset --nodes 8 --accelerators 4 --image registry/tlt:1 --volume runs:/runs --config X"""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--processes-per-node", type=_positive, default=1, help="1, or as many as a node's accelerators"
     )
     parser.add_argument("--accelerators", type=_count, default=0, help="GPUs or TPU chips of a node")
-    parser.add_argument("--time", default="24:00:00", help="slurm: time limit; before it, the run saves and is requeued")
+    parser.add_argument(
+        "--time", default="24:00:00", help="slurm: time limit; before it, the run saves and is requeued"
+    )
     parser.add_argument("--partition", help="slurm: partition")
     parser.add_argument("--image", help="jobset: container image")
     parser.add_argument("--volume", help="jobset: CLAIM:/PATH of the volume that holds the runs")

@@ -301,6 +301,18 @@ class CheckpointConfig(Section):
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
 
 
+class FaultsConfig(Section):
+    """What is done about updates that are not finite, or whose gradient is a spike: they are skipped and counted."""
+
+    spike_factor: NonNegativeFloat = Field(
+        50.0, description="a gradient norm above so many times its running mean is a spike; 0: none is"
+    )
+    rollback_after: PositiveInt = Field(
+        8, description="steps skipped in a row before the phase goes back to its newest checkpoint and skips their data"
+    )
+    stop_after: int = Field(3, ge=0, le=LARGEST_INT, description="such returns of a phase before the run stops instead")
+
+
 class Config(Section):
     """The whole config of a run."""
 
@@ -319,6 +331,7 @@ class Config(Section):
     sampling: SamplingConfig = SamplingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    faults: FaultsConfig = FaultsConfig()
 
     @model_validator(mode="after")
     def _consistent(self):

@@ -51,7 +51,10 @@ class PPO(Phase):
             value_clip=config.value_clip,
         )
         self.update = make_update(
-            policy_objective(terms, dtype=run.dtype, remat=run.config.model.remat), self.roles, run.mesh
+            policy_objective(terms, dtype=run.dtype, remat=run.config.model.remat),
+            self.roles,
+            run.mesh,
+            run.config.faults.spike_factor,
         )
         self._judge = jax.jit(partial(_judge, temperature=run.config.sampling.temperature, dtype=run.dtype))
 

@@ -73,7 +73,10 @@ class GroupPolicy(Phase):
             kl_estimator=config.kl_estimator,
         )
         self.update = make_update(
-            policy_objective(terms, dtype=run.dtype, remat=run.config.model.remat), self.roles, run.mesh
+            policy_objective(terms, dtype=run.dtype, remat=run.config.model.remat),
+            self.roles,
+            run.mesh,
+            run.config.faults.spike_factor,
         )
         self.lengths = np.array([len(c) for c in run.corpus.train_tasks.completions])
 

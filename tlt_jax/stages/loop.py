@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import jax
 
+from tlt_jax.config import ConfigError
 from tlt_jax.config.base import Stage
 from tlt_jax.models.declare import flatten, unflatten
 from tlt_jax.observe.figures import show_value
@@ -64,6 +65,11 @@ class Phase(ABC):
     def evaluate(self, state: PhaseState, when: str) -> tuple[PhaseState, dict[str, float]]:
         """Held-out figures `when` = "before", "during" or "after" the phase."""
 
+    def after_return(self, restored: PhaseState, current: PhaseState) -> PhaseState:
+        """The state to go on with after a return to a checkpoint, past the data that led there. Steps keep counting,
+        and what is drawn by a step's number differs by itself."""
+        return restored
+
     def ended(self, state: PhaseState) -> bool:
         """Whether the phase is over before its budget is."""
         return False
@@ -105,6 +111,7 @@ class _PhaseRun:
         self.done = bool(document and resumed and document["done"])
         self.pending: list[tuple[dict[str, Any], dict[str, Any], int]] = []
         self.last_flush, self.idle = time.monotonic(), 0.0
+        self.skipped, self.returns = 0, 0  # steps without an update in a row, and what was done about them
         if document and resumed:
             self.state = self._restored(document)
             run.record()
@@ -122,6 +129,8 @@ class _PhaseRun:
     def to_the_end(self) -> PhaseState:
         while not self.done:
             self._clock()
+            if self.skipped >= self.run.config.faults.rollback_after:
+                self._return()
             progress, save = self.run.decide(self.budget.progress(self.spent), self._save_due())
             stopping = self.run.stop_signal is not None
             if save or stopping:
@@ -171,8 +180,32 @@ class _PhaseRun:
             self.run.metrics.append(row)
             for tracker in self.run.trackers:
                 tracker.log(row["step"], row)
+            self._watch(row)
         self.run.progress.update(self.budget.progress(self.spent), row)
         self.pending, self.last_flush, self.idle = [], time.monotonic(), 0.0
+
+    def _watch(self, row: dict[str, Any]) -> None:
+        """Counts steps whose updates were all skipped."""
+        self.skipped = self.skipped + 1 if row.get("train/skipped", 0.0) >= 1.0 else 0
+        if self.skipped == 1:
+            said = "step %d: not finite or a spike, so that nothing was updated (loss %.4g, gradient norm %.4g)"
+            log.warning(said, row["step"], row["train/loss"], row["train/grad_norm"])
+
+    def _return(self) -> None:
+        """Goes back to the phase's newest checkpoint. Raises ConfigError where there is none, or it has not helped."""
+        run, phase = self.run, self.phase
+        run.store.wait()
+        document = run.store.document(run.checkpoint) if run.checkpoint else None
+        ours = document is not None and (document["stage"], document["phase"]) == (phase.stage, phase.name)
+        self.returns += 1
+        if not ours or self.returns > run.config.faults.stop_after:
+            raise ConfigError(
+                f"{phase.stage} {phase.name} diverges: {self.skipped} updates in a row were not finite or spikes, after"
+                f" {self.returns - 1} returns to a checkpoint; expected a smaller learning rate for it, or other data"
+            )
+        assert document is not None
+        log.warning("%d steps in a row without an update: going back to checkpoint %d", self.skipped, run.checkpoint)
+        self.state, self.skipped = phase.after_return(self._restored(document), self.state), 0
 
     def _evaluate(self, when: str) -> dict[str, float]:
         with self.run.timed("evaluate"):
@@ -197,7 +230,7 @@ class _PhaseRun:
     def _save_due(self) -> bool:
         every = self.run.config.checkpoint
         steps, seconds = every.every_steps, every.every_seconds
-        if self.spent.steps == self.saved_at:
+        if self.spent.steps == self.saved_at or self.skipped:
             return False
         return bool(steps and self.spent.steps % steps == 0) or bool(
             seconds and time.monotonic() - self.last_save >= seconds

@@ -44,7 +44,12 @@ class RewardModel(Phase):
             "reward_trunk": Role(transformer(shape), config.optimizer),
             "reward": Role(scalar_head(shape), config.optimizer),
         }
-        self.update = make_update(reward_objective(dtype=run.dtype, remat=run.config.model.remat), self.roles, run.mesh)
+        self.update = make_update(
+            reward_objective(dtype=run.dtype, remat=run.config.model.remat),
+            self.roles,
+            run.mesh,
+            run.config.faults.spike_factor,
+        )
         self._rewards = jax.jit(partial(sequence_rewards, dtype=run.dtype))
 
     def init(self) -> PhaseState:

@@ -42,7 +42,7 @@ class Supervised(Phase):
             exit_weight=config.exit_weight,
             exit_stride=speculation.exit_stride,
         )
-        self.update = make_update(objective, self.roles, run.mesh)
+        self.update = make_update(objective, self.roles, run.mesh, run.config.faults.spike_factor)
         part = batch_part(run.mesh, config.batch_size // config.accumulation)
         self.loader = make_loader(rows, config.batch_size, config.accumulation, seed, self.section, part)
 
@@ -52,6 +52,9 @@ class Supervised(Phase):
 
     def check(self, state: PhaseState) -> None:
         self.loader.set_state(state.host["loader"])
+
+    def after_return(self, restored: PhaseState, current: PhaseState) -> PhaseState:
+        return PhaseState(restored.arrays, {**restored.host, "loader": current.host["loader"]})
 
     def step(self, state: PhaseState, step: Step) -> tuple[PhaseState, dict[str, Any], int]:
         if self.loader.get_state() != state.host["loader"]:

@@ -25,14 +25,16 @@ from tlt_jax.train.optimizers import learning_rate, make_optimizer
 Build = Callable[[Declare], nnx.Module]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt", "usual_norm"], meta_fields=[])
 @dataclass(frozen=True)
 class TrainState:
-    """`step` counts updates of the phase; `params` and `opt` map roles to modules and optimiser states."""
+    """`step` counts updates of the phase; `params` and `opt` map roles to modules and optimiser states; `usual_norm` is
+    the running mean of the gradient's norm, 0 before the first."""
 
     step: Any
     params: dict[str, Any]
     opt: dict[str, Any]
+    usual_norm: Any
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,15 @@ def new_state(roles: dict[str, Role], params: dict[str, Any], mesh: Mesh) -> Tra
         name: jax.jit(role.transform().init, out_shardings=opt_shardings(role, mesh))(params[name])
         for name, role in roles.items()
     }
-    return TrainState(put(np.zeros((), np.int32), replicated(mesh)), params, opt)
+    step, norm = (put(np.zeros((), dtype), replicated(mesh)) for dtype in (np.int32, np.float32))
+    return TrainState(step, params, opt, norm)
 
 
 def state_shardings(roles: dict[str, Role], mesh: Mesh) -> TrainState:
     """The state with a sharding in the place of each array."""
     params = {name: shardings(role.build, mesh) for name, role in roles.items()}
-    return TrainState(replicated(mesh), params, {name: opt_shardings(role, mesh) for name, role in roles.items()})
+    opt = {name: opt_shardings(role, mesh) for name, role in roles.items()}
+    return TrainState(replicated(mesh), params, opt, replicated(mesh))
 
 
 def opt_shardings(role: Role, mesh: Mesh) -> Any:

@@ -4,6 +4,7 @@ Shape suffixes: A microbatches, b rows of one microbatch.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,8 @@ import optax
 from jax.sharding import Mesh
 
 from tlt_jax.train.state import Role, TrainState, state_shardings
+
+NORM_MEMORY = 0.95  # weight of the past in the running mean of the gradient's norm
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -37,9 +40,12 @@ def normalised(weights: jax.Array) -> jax.Array:
 
 
 def make_update(
-    objective: Objective, roles: dict[str, Role], mesh: Mesh
+    objective: Objective, roles: dict[str, Role], mesh: Mesh, spike_factor: float = 0.0
 ) -> Callable[[TrainState, Batch, Any], tuple[TrainState, Metrics]]:
     """update(state, batch, progress) -> (state, metrics). Arrays are [A, b, ...]; progress in [0, 1] sets the rates.
+
+    An update whose loss or gradients are not finite, or whose gradient's norm is more than `spike_factor` (0: any)
+    times its running mean, changes neither parameters nor optimisers; `train/skipped` is then 1.
 
     The state is donated: use the one that comes back. Metrics are device scalars; `train/grad_norm` (before clipping)
     is the policy's, or all roles' where there is none, and `train/lr` the policy's, or the first role's.
@@ -57,8 +63,11 @@ def make_update(
                 rate = role.rate(progress)
                 params[name] = jax.tree.map(lambda p, u, rate=rate: p + rate * u, state.params[name], updates)
         metrics["train/grad_norm"] = optax.tree.norm(grads["policy"] if "policy" in roles else grads)
+        sound, usual_norm = _judged(metrics["train/loss"], grads, state.usual_norm, spike_factor)
+        params, opt = jax.tree.map(partial(jnp.where, sound), (params, opt), (state.params, state.opt))
+        metrics["train/skipped"] = 1.0 - sound
         metrics["train/lr"] = roles[main].rate(progress)
-        return TrainState(state.step + 1, params, opt), metrics
+        return TrainState(state.step + 1, params, opt, usual_norm), metrics
 
     compiled = jax.jit(update, donate_argnums=0, out_shardings=(state_shardings(roles, mesh), None))
 
@@ -67,6 +76,16 @@ def make_update(
             return compiled(state, batch, progress)
 
     return in_mesh
+
+
+def _judged(loss: jax.Array, grads: Any, usual: jax.Array, spike_factor: float) -> tuple[jax.Array, jax.Array]:
+    """(whether an update can be made, the running mean of the gradient's norm after it)."""
+    norm = optax.tree.norm(grads)
+    sound = jnp.isfinite(loss) & jnp.isfinite(norm)
+    if spike_factor:
+        sound &= (usual == 0.0) | (norm <= spike_factor * usual)
+    mean = jnp.where(usual == 0.0, norm, NORM_MEMORY * usual + (1.0 - NORM_MEMORY) * norm)
+    return sound, jnp.where(sound, mean, usual)
 
 
 def _gradients(objective: Objective, params: dict[str, Any], batch: Batch) -> tuple[Any, Metrics]:
