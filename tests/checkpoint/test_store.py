@@ -205,6 +205,20 @@ def test_the_newest_that_verifies_is_restored_and_saving_goes_on(copied, damage,
         assert bits(store.restore(11, arrays())) == bits(arrays(11))
 
 
+def test_links_and_files_among_what_is_set_aside_are_removed_in_their_turn(copied):
+    for step in range(11, 17):
+        link = folder_of(copied, step)
+        link.symlink_to(copied / "nowhere") if step % 2 else link.write_text("x")
+    with Store(copied, None) as store:
+        assert store.newest() == 10
+    assert len(list((copied / "damaged").iterdir())) == 3
+    assert sorted(path.name for path in (copied / "steps").iterdir()) == ["10", "2"]
+
+
+def folder_of(folder: Path, step: int) -> Path:
+    return folder / "steps" / str(step)
+
+
 def test_a_damaged_file_is_named(copied, caplog):
     flip_a_byte(copied)
     name = str(files(copied)[-1].relative_to(copied / "steps/10"))

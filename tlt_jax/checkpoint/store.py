@@ -8,6 +8,7 @@ they are. The newest that verifies wins.
 import hashlib
 import json
 import logging
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -93,7 +94,8 @@ class Store:
     def save(self, step: int, arrays: Arrays, document: dict) -> None:
         """Starts to save; returns once the arrays may be donated. Raises what an earlier save failed with."""
         self.wait()
-        self._check_space(arrays)
+        if self._main:
+            self._check_space(arrays)
         args = ocp.args.Composite(
             arrays=ocp.args.StandardSave(arrays), document=ocp.args.JsonSave(json.loads(json.dumps(document)))
         )
@@ -160,7 +162,7 @@ class Store:
         """Raises ConfigError where the disk has no room for another checkpoint: a save that fails leaves it full."""
         needed = sum(array.nbytes for array in arrays.values()) + 2**20
         free = shutil.disk_usage(self.folder).free
-        if self._main and free < needed:
+        if free < needed:
             raise ConfigError(
                 f"the disk of {str(self.folder)!r} has {free / 2**20:,.1f} MiB free, and a checkpoint takes"
                 f" {needed / 2**20:,.1f} MiB; expected more room, or a smaller `checkpoint.keep`"
@@ -193,12 +195,20 @@ class Store:
     def _set_aside(self, step: int) -> None:
         damaged = self.folder / "damaged"
         damaged.mkdir(exist_ok=True)
-        shutil.rmtree(damaged / str(step), ignore_errors=True)
         (self._manifests / f"{step}.json").unlink(missing_ok=True)
-        if self._path(step).is_dir():
+        _remove(damaged / str(step))
+        if os.path.lexists(self._path(step)):
             self._path(step).rename(damaged / str(step))
-        for old in sorted(damaged.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT_ASIDE]:
-            shutil.rmtree(old)
+        for old in sorted(damaged.iterdir(), key=lambda path: path.lstat().st_mtime)[:-KEPT_ASIDE]:
+            _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder, or a link or file in its place; what is not there is fine."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _is_number(name: str) -> bool:

@@ -82,9 +82,6 @@ class Alone:
         """`value` alone."""
         return [value]
 
-    def wait_for_loss(self, seconds: float) -> str | None:
-        return None
-
 
 @dataclass
 class Peers:
