@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from tlt_jax.config import Config, base, schema
+from tlt_jax.config import Config, base, run_sections, schema, stage_sections
 from tlt_jax.config.load import all_keys
 
 PACKAGE = Path(schema.__file__).parents[1]
@@ -99,10 +99,10 @@ def test_the_registry_holds_what_the_config_offers(literal):
 
 
 def test_every_reward_has_a_weight():
-    assert list(schema.RewardWeights.model_fields) == list(typing.get_args(base.RewardName))
+    assert list(stage_sections.RewardWeights.model_fields) == list(typing.get_args(base.RewardName))
 
 
 def test_every_stage_has_a_share_and_a_section():
     for stage in typing.get_args(base.Stage):
-        assert stage in schema.BudgetConfig.model_fields
+        assert stage in run_sections.BudgetConfig.model_fields
         assert stage in Config.model_fields

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tlt_jax.config.schema import CurriculumConfig
+from tlt_jax.config.stage_sections import CurriculumConfig
 from tlt_jax.data.curriculum import UNSEEN, Curriculum, advance, draw, eligible, from_dict
 
 CONFIG = CurriculumConfig(phases=3, advance_at=0.5, smoothing=0.75)

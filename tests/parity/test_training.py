@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the extra `parity` (torch, transformers) is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra `parity` (torch, transformers) is not installed")
 
-from tlt_jax.config.schema import OptimizerConfig  # noqa: E402
+from tlt_jax.config.stage_sections import OptimizerConfig  # noqa: E402
 from tlt_jax.data.packing import pack_documents  # noqa: E402
 from tlt_jax.models.declare import flatten  # noqa: E402
 from tlt_jax.models.heads import ShallowExit  # noqa: E402

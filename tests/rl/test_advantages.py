@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tlt_jax.config.schema import PPOConfig
+from tlt_jax.config.stage_sections import PPOConfig
 from tlt_jax.rl.advantages import gae, group_advantages, token_weights, whiten
 from tlt_jax.rl.kl import next_kl_coef, penalised_rewards, sequence_scores
 

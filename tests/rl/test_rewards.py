@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tlt_jax.config.schema import RewardWeights
+from tlt_jax.config.stage_sections import RewardWeights
 from tlt_jax.rl.rewards import REWARDS, Completion, diversity, is_valid, quality, score_groups, speed
 
 PROMPT = 'def add(a, b):\n    """Adds."""\n'

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from support import tiny  # noqa: E402
-from tlt_jax.config.schema import OptimizerConfig  # noqa: E402
+from tlt_jax.config.stage_sections import OptimizerConfig  # noqa: E402
 from tlt_jax.decode.engine import Engine, Request  # noqa: E402
 from tlt_jax.decode.propose import DraftSpec  # noqa: E402
 from tlt_jax.models.declare import flatten, initialise, shardings  # noqa: E402

@@ -10,7 +10,7 @@ import optax
 import pytest
 from support import tiny
 
-from tlt_jax.config.schema import OptimizerConfig
+from tlt_jax.config.stage_sections import OptimizerConfig
 from tlt_jax.models.declare import flatten, shardings, table
 from tlt_jax.models.heads import ScalarHead
 from tlt_jax.models.transformer import Transformer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import tiny
 
-from tlt_jax.config.schema import OptimizerConfig
+from tlt_jax.config.stage_sections import OptimizerConfig
 from tlt_jax.models.declare import flatten, shardings
 from tlt_jax.models.heads import ShallowExit, exit_logits
 from tlt_jax.models.transformer import Transformer, hidden_states, logits

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt_jax.config.schema import CurriculumConfig
+from tlt_jax.config.stage_sections import CurriculumConfig
 
 UNSEEN = -1.0
 _DRAW = 0xD5A1  # sets these draws apart from other uses of (seed, step)

@@ -5,7 +5,7 @@ Shape suffixes: B sequences, T positions.
 
 import numpy as np
 
-from tlt_jax.config.schema import PPOConfig
+from tlt_jax.config.stage_sections import PPOConfig
 
 
 def next_kl_coef(config: PPOConfig, coef: float, kl: float, sequences: int) -> float:

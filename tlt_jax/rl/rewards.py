@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tlt_jax.config.schema import RewardWeights
+from tlt_jax.config.stage_sections import RewardWeights
 
 log = logging.getLogger("tlt_jax")
 

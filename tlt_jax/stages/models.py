@@ -8,7 +8,8 @@ import jax
 
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import ConfigError
-from tlt_jax.config.schema import Config, ModelConfig, OptimizerConfig
+from tlt_jax.config.schema import Config, ModelConfig
+from tlt_jax.config.stage_sections import OptimizerConfig
 from tlt_jax.models.declare import flatten, initialise, shardings, table, unflatten
 from tlt_jax.models.heads import ScalarHead, ShallowExit
 from tlt_jax.models.hf import read_drafter, read_exit, read_shape, read_weights

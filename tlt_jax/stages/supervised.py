@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tlt_jax.config.schema import PretrainConfig, WarmupConfig
+from tlt_jax.config.stage_sections import PretrainConfig, WarmupConfig
 from tlt_jax.data import PackedRows, make_loader
 from tlt_jax.parallel.sharding import batch_part, put_local_batch
 from tlt_jax.stages.loop import Phase, PhaseState, Step

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import optax
 
-from tlt_jax.config.schema import OptimizerConfig
+from tlt_jax.config.stage_sections import OptimizerConfig
 from tlt_jax.models.declare import ParamSpec, flatten, unflatten
 
 Specs = dict[str, ParamSpec]

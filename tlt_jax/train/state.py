@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from tlt_jax.config.schema import OptimizerConfig
+from tlt_jax.config.stage_sections import OptimizerConfig
 from tlt_jax.models.declare import Declare, flatten, shardings, table, unflatten
 from tlt_jax.parallel.hosts import put
 from tlt_jax.parallel.sharding import replicated

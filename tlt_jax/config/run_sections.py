@@ -1,0 +1,77 @@
+"""The sections on the run itself: its directory, its budget, what it keeps, and what it does about faults."""
+
+import re
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from tlt_jax.config.base import (
+    LARGEST_INT,
+    NonNegativeFloat,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    TrackerName,
+)
+
+
+class RunConfig(Section):
+    """The run: its name, its directory, its seed, and what it leaves."""
+
+    name: str = Field("run", description="name of the run directory below output_dir: letters, digits, ._+-")
+    output_dir: PathText = Field("runs", description="folder that holds run directories")
+    seed: int = Field(0, ge=0, le=LARGEST_INT, description="seeds initialisation, data order and sampling")
+    resume: Literal["auto", "never"] = Field(
+        "auto", description="auto: continue what the run directory holds; never: start anew, refuse to overwrite"
+    )
+    log_every: PositiveInt = Field(5, description="steps between two looks at the device; every step is still written")
+    samples: int = Field(4, ge=0, le=LARGEST_INT, description="completions shown and kept at each look at the samples")
+    trackers: list[TrackerName] = Field(["tensorboard"], description="trackers beside metrics.jsonl")
+    export: bool = Field(True, description="write the final model as a Hugging Face directory")
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, name: str) -> str:
+        if not re.fullmatch(r"\w[\w.+-]*", name):
+            raise ValueError(f"is {name!r}; expected letters, digits and ._+-, the first a letter or digit")
+        return name
+
+
+class BudgetConfig(Section):
+    """One total, divided over the stages that run by their shares."""
+
+    unit: Literal["steps", "tokens", "seconds"] = Field(
+        "steps", description="what the total counts; only steps and tokens replay exactly"
+    )
+    total: float = Field(1000.0, gt=0.0, le=1e15, description="the whole budget, in `unit`")
+    pretrain: float = Field(0.4, ge=0.0, le=1e6, description="share of the pretrain stage")
+    finetune: float = Field(0.3, ge=0.0, le=1e6, description="share of the finetune stage")
+    align: float = Field(0.3, ge=0.0, le=1e6, description="share of the align stage")
+
+
+class EvaluationConfig(Section):
+    """What evaluations look at."""
+
+    prompts: PositiveInt = Field(256, description="held-out prompts completed at each evaluation of completions")
+    batch_size: PositiveInt = Field(64, description="rows of an evaluation's batch")
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are saved, and how many are kept."""
+
+    every_steps: PositiveInt | None = Field(None, description="save each so many steps")
+    every_seconds: PositiveFloat | None = Field(120.0, description="save each so many seconds")
+    keep: PositiveInt = Field(2, description="newest checkpoints kept")
+
+
+class FaultsConfig(Section):
+    """What is done about updates that are not finite, or whose gradient is a spike: they are skipped and counted."""
+
+    spike_factor: NonNegativeFloat = Field(
+        50.0, description="a gradient norm above so many times its running mean is a spike; 0: none is"
+    )
+    rollback_after: PositiveInt = Field(
+        8, description="steps skipped in a row before the phase goes back to its newest checkpoint and skips their data"
+    )
+    stop_after: int = Field(3, ge=0, le=LARGEST_INT, description="such returns of a phase before the run stops instead")
