@@ -32,7 +32,7 @@ PERFECT = tiny.perfect_pair(SHAPE, seed=4, scale=3.0)
 @cache
 def engine(drafter: str, slots: int = 16) -> Engine:
     return Engine(
-        tiny.SHAPE,
+        SHAPE,
         tiny.mesh(),
         slots=slots,
         max_prompt=MAX_PROMPT,

@@ -122,8 +122,9 @@ def _p_without_temperature(logits_BWV, temperature_B):
     return policy_log_probs(logits_BWV, jnp.ones_like(temperature_B))
 
 
-def _stale_write(old_BTKN, new_BWKN, rows_B1, positions_BW):
+def _stale_write(old_BTKN, new_BWKN, positions_BW):
     """Keeps what an earlier, rejected draft wrote."""
+    rows_B1 = jnp.arange(len(old_BTKN))[:, None]
     there = old_BTKN.at[rows_B1, positions_BW].get(mode="fill", fill_value=0)
     return old_BTKN.at[rows_B1, positions_BW].set(jnp.where(there != 0, there, new_BWKN), mode="drop")
 
@@ -137,7 +138,7 @@ MUTATIONS = {
         propose.DRAFTERS, "shallow", _q_after_filters_the_draft_did_not_use
     ),
     "p without temperature": lambda patch: patch.setattr(loop, "policy_log_probs", _p_without_temperature),
-    "stale cache after a rejection": lambda patch: patch.setattr(decode_view, "write_cache", _stale_write),
+    "stale cache after a rejection": lambda patch: patch.setattr(decode_view, "write_rows", _stale_write),
 }
 
 

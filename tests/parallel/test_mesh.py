@@ -1,12 +1,5 @@
-"""The mesh's sizes, the table of sharding rules, and eight simulated devices against one."""
+"""The mesh's sizes and the table of sharding rules."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,8 +14,6 @@ from tlt_jax.models.heads import ScalarHead, ShallowExit
 from tlt_jax.models.transformer import Transformer
 from tlt_jax.parallel.mesh import MESH_AXES, compute_dtype, make_mesh, mesh_shape
 from tlt_jax.parallel.sharding import RULES, constrain, named_sharding, partition, put_batch, replicated
-
-SCRIPT = Path(__file__).parents[1] / "support" / "eight_devices.py"
 
 
 @pytest.mark.parametrize(
@@ -127,55 +118,3 @@ def test_batches_are_split_after_their_leading_axes():
     assert placed.sharding.spec == P(None, ("data", "fsdp"))
     assert put_batch(mesh, np.ones(4)).sharding.spec == P(("data", "fsdp"))
     assert replicated(mesh).spec == P()
-
-
-@pytest.fixture(scope="module")
-def eight(tmp_path_factory):
-    """{mesh: what eight simulated devices computed on it}, and the same on one device under "1x1x1"."""
-    out = tmp_path_factory.mktemp("eight") / "results.json"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[2]), str(SCRIPT.parents[1])])}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(out)], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(out.read_text())
-
-
-MESHES = ["8x1x1", "2x2x2", "1x4x2"]
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_training_on_eight_devices_gives_the_losses_of_one(eight, mesh):
-    one = eight["1x1x1"]["losses"]
-    assert len(one) == 5
-    assert one[-1] < one[0] - 0.05
-    np.testing.assert_allclose(eight[mesh]["losses"], one, atol=1e-5)
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_parameters_and_moments_lie_where_the_rules_say_before_and_after_training(eight, mesh):
-    """Every array whose sharding differs from the table in the script would be named here."""
-    assert eight[mesh]["misplaced_before"] == []
-    assert eight[mesh]["misplaced_after"] == []
-    assert eight[mesh]["checked"] == eight["1x1x1"]["checked"] > 14 + 21  # parameters and moments, and some counts
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_an_update_is_compiled_once(eight, mesh):
-    assert eight[mesh]["compiled_after_the_first_step"] == 0
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_initialisation_does_not_depend_on_the_mesh(eight, mesh):
-    assert eight[mesh]["initial"] == eight["1x1x1"]["initial"]
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("temperature", ["0.0", "1.0"])
-def test_rollouts_on_eight_devices_give_the_tokens_of_one(eight, mesh, temperature):
-    assert eight[mesh]["tokens"][temperature] == eight["1x1x1"]["tokens"][temperature]
-    assert eight[mesh]["counts"] == eight["1x1x1"]["counts"]
-
-
-def test_the_simulated_devices_are_not_this_processes():
-    assert jax.device_count() == 1

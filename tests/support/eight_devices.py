@@ -24,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from support import tiny  # noqa: E402
+from support.collectives import collectives  # noqa: E402
 from tlt_jax.config.stage_sections import OptimizerConfig  # noqa: E402
 from tlt_jax.decode.engine import Engine, Request  # noqa: E402
 from tlt_jax.decode.propose import DraftSpec  # noqa: E402
@@ -36,7 +37,7 @@ from tlt_jax.train.losses import next_token_objective  # noqa: E402
 from tlt_jax.train.state import Role, new_state  # noqa: E402
 from tlt_jax.train.step import make_update  # noqa: E402
 
-ROWS, LENGTH, STEPS = 8, 8, 5
+ROWS, LENGTH, STEPS, DRAFTS = 8, 8, 20, 3
 BUILD = {"policy": lambda d: Transformer(tiny.SHAPE, d), "exit": lambda d: ShallowExit(tiny.SHAPE, d)}
 # By hand: the width over fsdp, heads, hidden units and vocabulary over tensor, layers nowhere.
 EXPECTED = {
@@ -117,12 +118,14 @@ def train(mesh) -> dict:
     jax.monitoring.register_event_duration_secs_listener(listen)
     placed = put_batch(mesh, batch(), leading=1)
     for step in range(STEPS):
-        state, metrics = update(state, placed, np.float32(0.2 + 0.1 * step))
+        state, metrics = update(state, placed, np.float32(0.1 + 0.045 * step))
         losses.append(float(metrics["train/loss"]))
         active = True
     active = False
     after, _ = misplaced(state, mesh)
+    final = np.concatenate([np.asarray(a).ravel() for a in flatten(state.params).values()])
     return {
+        "final": [float(value) for value in final],
         "initial": initial,
         "losses": losses,
         "misplaced_before": before,
@@ -130,6 +133,17 @@ def train(mesh) -> dict:
         "checked": checked,
         "compiled_after_the_first_step": len(compiled),
     }
+
+
+def compiled_step(mesh) -> dict:
+    """The collectives of an update (AdamW: an optimiser that looks at one number at a time needs none)."""
+    roles = {name: Role(BUILD[name], OptimizerConfig()) for name in BUILD}
+    state = new_state(roles, {name: initialise(BUILD[name], mesh, jax.random.key(0)) for name in BUILD}, mesh)
+    objective = next_token_objective(dtype=np.dtype("float32"), remat="none", exit_weight=0.3, exit_stride=4)
+    lowered = make_update(objective, roles, mesh, spike_factor=50.0).lower(
+        state, put_batch(mesh, batch(), leading=1), np.float32(0.5)
+    )
+    return {"update": collectives(lowered.compile().as_text())}
 
 
 def decode(mesh) -> dict:
@@ -142,7 +156,7 @@ def decode(mesh) -> dict:
         max_prompt=6,
         max_new=10,
         eos=[17],
-        draft=DraftSpec("shallow", 3, False),
+        draft=DraftSpec("shallow", DRAFTS, False),
         dtype=np.dtype("float32"),
         block_verifies=3,
     )
@@ -154,6 +168,8 @@ def decode(mesh) -> dict:
         name: getattr(rollout, name).tolist() for name in ("length_B", "target_calls_B", "drafted_B", "accepted_B")
     }
     return {
+        "block": collectives(engine.lower_block(engine.view(policy), exit).compile().as_text()),
+        "view": {path: list(a.addressable_shards[0].data.shape) for path, a in flatten(engine.view(policy)).items()},
         "tokens": {"0.0": rollout.tokens_BT[:12].tolist(), "1.0": rollout.tokens_BT[12:].tolist()},
         "counts": counts,
     }
@@ -164,7 +180,7 @@ def main(out: Path) -> None:
     for sizes in ((1, 1, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2)):
         devices = jax.devices()[: int(np.prod(sizes))]
         mesh = jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
-        results["x".join(map(str, sizes))] = {**train(mesh), **decode(mesh)}
+        results["x".join(map(str, sizes))] = {**train(mesh), **compiled_step(mesh), **decode(mesh)}
     out.write_text(json.dumps(results))
 
 

@@ -11,19 +11,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from tlt_jax.config import ConfigError
-from tlt_jax.decode.loop import Admission, Slots, decode_block, empty_slots, prefill
+from tlt_jax.decode.loop import Admission, Slots, decode_block, empty_slots, prefill, slot_shardings
 from tlt_jax.decode.propose import DraftSpec
 from tlt_jax.decode.rollout import Rollout
 from tlt_jax.decode.sampling import SamplingParams
-from tlt_jax.models.decode_view import DecodeView, decode_view
+from tlt_jax.models.decode_view import DecodeView, decode_view, view_shardings
 from tlt_jax.models.heads import ShallowExit
 from tlt_jax.models.transformer import ModelShape, Transformer
 from tlt_jax.parallel.hosts import put, to_host
-from tlt_jax.parallel.sharding import RULES
+from tlt_jax.parallel.sharding import abstract, batch_sharding
 
 
 @dataclass(frozen=True)
@@ -78,19 +77,20 @@ class Engine:
         draft = DraftSpec(draft.drafter, self.draft_length, draft.filtered, draft.ngram_min, draft.ngram_max)
         self.draft = draft
         self._eos = np.asarray(list(eos), np.int32)
-        row = NamedSharding(mesh, P(RULES["batch"]))
-        self._view = jax.jit(partial(decode_view, dtype=dtype))
-        self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=row)
+        self._slots_lie = slots_lie = slot_shardings(shape, mesh)
+        self._view = jax.jit(partial(decode_view, dtype=dtype), out_shardings=view_shardings(shape, mesh))
+        self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=slots_lie)
         self._block = jax.jit(
-            partial(decode_block, spec=draft, verifies=block_verifies), donate_argnums=2, out_shardings=row
+            partial(decode_block, spec=draft, verifies=block_verifies), donate_argnums=2, out_shardings=slots_lie
         )
-        self._empty = jax.jit(partial(empty_slots, shape, self.slots, max_prompt + max_new, dtype), out_shardings=row)
-        self._row = row
+        empty = partial(empty_slots, shape, self.slots, max_prompt + max_new, dtype)
+        self._empty = jax.jit(empty, out_shardings=slots_lie)
+        self._row = batch_sharding(mesh)
         self.reset()
 
     def reset(self) -> None:
-        """Frees every slot."""
-        self._state: Slots = self._empty()
+        """Frees every slot, and the memory of the pool until the next request."""
+        self._state: Slots | None = None
         self._owner: list[int | None] = [None] * self.slots
 
     def view(self, model: Transformer) -> DecodeView:
@@ -121,11 +121,14 @@ class Engine:
             limit[row] = length[row] + request.max_new_tokens
             keys[row] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
             temperature[row], top_k[row], top_p[row] = request.temperature, request.top_k, request.top_p
+        if self._state is None:
+            self._state = self._empty()
         admission = Admission(slot_ids, tokens, length, limit, keys, SamplingParams(temperature, top_k, top_p))
         self._state = self._prefill(view, self._state, put(admission, self._row))
 
     def step(self, view: DecodeView, exit: ShallowExit) -> dict[int, dict[str, np.ndarray]]:
         """Runs one compiled block. Returns the finished sequences by id, and frees their slots."""
+        assert self._state is not None, "nothing was admitted"
         self._state = self._block(view, exit, self._state, self._eos)
         done = to_host(self._state.done_B)
         finished = [slot for slot, owner in enumerate(self._owner) if owner is not None and done[slot]]
@@ -139,6 +142,12 @@ class Engine:
             results[owner] = {name: array[slot].copy() for name, array in host.items()}
             self._owner[slot] = None
         return results
+
+    def lower_block(self, view: DecodeView, exit: ShallowExit) -> jax.stages.Lowered:
+        """The compiled block for a view and an exit of these shapes and shardings, which may be abstract."""
+        slots = abstract(jax.eval_shape(self._empty), self._slots_lie)
+        with jax.set_mesh(self.mesh):
+            return self._block.lower(view, exit, slots, self._eos)
 
     def run(self, view: DecodeView, exit: ShallowExit, requests: Sequence[Request]) -> Rollout:
         """Completes every request; a finished slot takes the next prompt. The rollout is in the requests' order."""

@@ -12,13 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from tlt_jax.decode.propose import DRAFTERS, Context, DraftSpec
 from tlt_jax.decode.sampling import SamplingParams, policy_log_probs, sampling_probs
 from tlt_jax.decode.verify import verify_tokens
-from tlt_jax.models.decode_view import Cache, DecodeView, decode_layers, embed, empty_cache
+from tlt_jax.models.decode_view import Cache, DecodeView, cache_shardings, decode_layers, embed, empty_cache, write_rows
 from tlt_jax.models.heads import ShallowExit
 from tlt_jax.models.transformer import ModelShape, logits
+from tlt_jax.parallel.sharding import batch_sharding, constrain
 
 _SLOT_FIELDS = [
     "tokens_BT",
@@ -77,6 +79,13 @@ def empty_slots(shape: ModelShape, slots: int, length: int, dtype: jnp.dtype) ->
     )
 
 
+def slot_shardings(shape: ModelShape, mesh: Mesh) -> Slots:
+    """The pool with a sharding in the place of each array."""
+    row = batch_sharding(mesh)
+    fields: dict[str, Any] = dict.fromkeys(_SLOT_FIELDS, row)
+    return Slots(**fields | {"sampling": SamplingParams(row, row, row), "cache": cache_shardings(shape, mesh)})
+
+
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["slot_A", "tokens_AP", "length_A", "limit_A", "key_A2", "sampling"],
@@ -129,6 +138,7 @@ def decode_block(
     view: DecodeView, exit: ShallowExit, slots: Slots, eos_E: jax.Array, spec: DraftSpec, verifies: int
 ) -> Slots:
     """Up to `verifies` rounds of draft and verify, fewer once every slot is done. Nothing from the host inside."""
+    exit = jax.tree.map(lambda a: constrain(a, *[None] * a.ndim), exit)  # put together once, not at each draft
 
     def going(carry):
         rounds, slots = carry
@@ -200,12 +210,8 @@ def _emit(
     ended_B = slots.ended_B | jnp.any(kept_BW & is_eos_BW, axis=1)
     length_B = slots.length_B + count_B
 
-    rows_B1 = jnp.arange(length_B.shape[0])[:, None]
     # What is not kept is sent beyond the end, each to a place of its own, and dropped.
     where_BW = jnp.where(kept_BW, slots.length_B[:, None] + offset_W, total + offset_W)
-
-    def append(old_BT: jax.Array, new_BW: jax.Array) -> jax.Array:
-        return old_BT.at[rows_B1, where_BW].set(new_BW, mode="drop", unique_indices=True)
 
     def at_emitted(rows_BWV: jax.Array) -> jax.Array:
         return jnp.take_along_axis(rows_BWV, emitted_BW[..., None], axis=-1)[..., 0]
@@ -213,12 +219,14 @@ def _emit(
     active_B = ~slots.done_B
     return replace(
         slots,
-        tokens_BT=append(slots.tokens_BT, emitted_BW),
+        tokens_BT=write_rows(slots.tokens_BT, emitted_BW, where_BW),
         length_B=length_B,
         ended_B=ended_B,
         done_B=slots.done_B | ended_B | (length_B >= slots.limit_B),
-        policy_logp_BT=append(slots.policy_logp_BT, at_emitted(log_probs_BWV)),
-        sampler_logp_BT=append(slots.sampler_logp_BT, jnp.log(jnp.where(kept_BW, at_emitted(p_BWV), 1.0))),
+        policy_logp_BT=write_rows(slots.policy_logp_BT, at_emitted(log_probs_BWV), where_BW),
+        sampler_logp_BT=write_rows(
+            slots.sampler_logp_BT, jnp.log(jnp.where(kept_BW, at_emitted(p_BWV), 1.0)), where_BW
+        ),
         target_calls_B=slots.target_calls_B + active_B,
         drafted_B=slots.drafted_B + jnp.where(active_B, drafted_B, 0),
         accepted_B=slots.accepted_B + jnp.minimum(count_B, accepted_B),

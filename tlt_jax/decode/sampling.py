@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tlt_jax.parallel.sharding import constrain
+
 CDF_BLOCK = 64
 
 
@@ -26,8 +28,10 @@ class SamplingParams:
 def policy_log_probs(logits_BWV: jax.Array, temperature_B: jax.Array) -> jax.Array:
     """log softmax(logits / T), [B, W, V]: the policy at the sampling temperature, before any filter.
 
-    At temperature 0, where that limit is degenerate, the policy at temperature 1 is given.
+    At temperature 0, where that limit is degenerate, the policy at temperature 1 is given. The vocabulary is put
+    together here, in one go: all that follows a draw would otherwise cross the devices that split it, many times.
     """
+    logits_BWV = constrain(logits_BWV, "batch", None, None)
     scale_B = 1.0 / jnp.where(temperature_B > 0, temperature_B, 1.0)
     return jax.nn.log_softmax(logits_BWV * scale_B[:, None, None], axis=-1)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from tlt_jax.parallel.sharding import named_sharding
+from tlt_jax.parallel.sharding import RULES, Rules, named_sharding
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ def initialise(build: Callable[[Declare], nnx.Module], mesh: Mesh, key: jax.Arra
     )(key)
 
 
-def shardings(build: Callable[[Declare], nnx.Module], mesh: Mesh) -> Any:
+def shardings(build: Callable[[Declare], nnx.Module], mesh: Mesh, rules: Rules = RULES) -> Any:
     """The module with a NamedSharding in the place of each array."""
-    return build(Declare(lambda spec: named_sharding(mesh, spec.axes, spec.shape, spec.path)))
+    return build(Declare(lambda spec: named_sharding(mesh, spec.axes, spec.shape, spec.path, rules)))
 
 
 def table(build: Callable[[Declare], nnx.Module]) -> dict[str, ParamSpec]:

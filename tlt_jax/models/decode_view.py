@@ -13,9 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from tlt_jax.models.transformer import Block, ModelShape, Transformer, block, cast, rotary
-from tlt_jax.parallel.sharding import constrain
+from tlt_jax.models.declare import shardings
+from tlt_jax.models.transformer import Block, ModelShape, Transformer, block, cast, look_up, rotary
+from tlt_jax.parallel.sharding import DECODE_RULES, named_sharding
 
 
 @partial(
@@ -51,6 +54,20 @@ def decode_view(model: Transformer, dtype: jnp.dtype) -> DecodeView:
     return DecodeView(cast(model.embedding, dtype), layers, model.final_norm, head, model.shape)
 
 
+def view_shardings(s: ModelShape, mesh: Mesh) -> DecodeView:
+    """The view with a sharding in the place of each array: over `tensor` alone."""
+    whole = shardings(lambda declare: Transformer(s, declare), mesh, DECODE_RULES)
+    layer = jax.tree.map(lambda stacked: NamedSharding(mesh, P(*stacked.spec[1:])), whole.layers)
+    head = None if s.tied else whole.head
+    return DecodeView(whole.embedding, (layer,) * s.layers, whole.final_norm, head, s)
+
+
+def cache_shardings(s: ModelShape, mesh: Mesh) -> Cache:
+    """The cache with a sharding in the place of each array."""
+    one = named_sharding(mesh, ("batch", None, "kv_heads", "head_dim"))
+    return (LayerCache(one, one),) * s.layers  # type: ignore[arg-type]
+
+
 def empty_cache(s: ModelShape, slots: int, length: int, dtype: jnp.dtype) -> Cache:
     """A cache for `slots` sequences of up to `length` positions: 2 * L * B * T * K * N numbers."""
     zeros = jnp.zeros((slots, length, s.kv_heads, s.head_dim), dtype)
@@ -59,12 +76,20 @@ def empty_cache(s: ModelShape, slots: int, length: int, dtype: jnp.dtype) -> Cac
 
 def embed(view: DecodeView, tokens_BW: jax.Array) -> jax.Array:
     """The embeddings [B, W, D] of the tokens."""
-    return constrain(view.embedding[tokens_BW], "batch", None, None)
+    return look_up(view.embedding, tokens_BW)
 
 
-def write_cache(old_BTKN: jax.Array, new_BWKN: jax.Array, rows_B1: jax.Array, positions_BW: jax.Array) -> jax.Array:
-    """The cache with the new entries over whatever stood at their positions; beyond its length nothing is written."""
-    return old_BTKN.at[rows_B1, positions_BW].set(new_BWKN, mode="drop", unique_indices=True)
+def write_rows(old: jax.Array, new: jax.Array, positions_BW: jax.Array) -> jax.Array:
+    """[B, T, ...] with [B, W, ...] over whatever stood at each row's positions; beyond its length nothing is written.
+
+    Row by row, so that each device writes its own rows: indexed by row and position at once, the entries of all rows
+    would be sent to every device.
+    """
+
+    def write(old_T: jax.Array, new_W: jax.Array, positions_W: jax.Array) -> jax.Array:
+        return old_T.at[positions_W].set(new_W, mode="drop", unique_indices=True)
+
+    return jax.vmap(write)(old, new, positions_BW)
 
 
 def decode_layers(
@@ -80,14 +105,13 @@ def decode_layers(
     cos_sin = rotary(positions_BW, s.head_dim, s.rope_theta)
     length = cache[0].key_BTKN.shape[1]
     mask_B1WT = jnp.arange(length) <= positions_BW[:, None, :, None]
-    rows_B1 = jnp.arange(x_BWD.shape[0])[:, None]
 
     new_cache: list[LayerCache] = []
     for layer, old in zip(layers, cache, strict=True):
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, old: LayerCache = old) -> tuple[jax.Array, Any]:
             kept = LayerCache(
-                *(write_cache(o, new, rows_B1, positions_BW) for o, new in ((old.key_BTKN, k), (old.value_BTKN, v)))
+                *(write_rows(o, new, positions_BW) for o, new in ((old.key_BTKN, k), (old.value_BTKN, v)))
             )
             return jax.nn.dot_product_attention(q, kept.key_BTKN, kept.value_BTKN, mask=mask_B1WT), kept
 

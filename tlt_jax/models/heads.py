@@ -8,6 +8,7 @@ from flax import nnx
 
 from tlt_jax.models.declare import Declare
 from tlt_jax.models.transformer import ModelShape, Transformer, project, rms_norm
+from tlt_jax.parallel.sharding import constrain
 
 
 class ShallowExit(nnx.Module):
@@ -39,8 +40,10 @@ def exit_logits(model: Any, exit: ShallowExit, x_exit_BSD: jax.Array) -> jax.Arr
     with jax.named_scope("exit"):
         dtype = x_exit_BSD.dtype
         eps = exit.shape.norm_eps
-        low_BSR = rms_norm(x_exit_BSD, jnp.ones_like(exit.norm), eps) @ exit.down.astype(dtype)
-        y_BSD = rms_norm(x_exit_BSD + low_BSR @ exit.up.astype(dtype), exit.norm, eps)
+        # Small enough to be put together: split, they would have the activations sent around.
+        down, up = (constrain(a.astype(dtype), None, None) for a in (exit.down, exit.up))
+        low_BSR = rms_norm(x_exit_BSD, jnp.ones_like(exit.norm), eps) @ down
+        y_BSD = rms_norm(x_exit_BSD + low_BSR @ up, exit.norm, eps)
         return project(model, y_BSD)
 
 

@@ -154,6 +154,12 @@ def block(
     return constrain(x_BSD, "batch", None, None), kept
 
 
+def look_up(embedding_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+    """The embeddings [B, S, D] of the tokens. The table is put together over the width first, as every weight is:
+    split there, the compiler would copy the activations to every device."""
+    return constrain(constrain(embedding_VD, "vocab", None)[tokens_BS], "batch", None, None)
+
+
 def hidden_states(
     model: Transformer,
     tokens_BS: jax.Array,
@@ -183,7 +189,7 @@ def hidden_states(
 
     layer_step = _rematerialised(layer_step, remat)
     with jax.named_scope("embed"):
-        x_BSD = constrain(model.embedding.astype(dtype)[tokens_BS], "batch", None, None)
+        x_BSD = look_up(model.embedding.astype(dtype), tokens_BS)
     early, late = (
         jax.tree.map(partial(_part, rows), model.layers) for rows in (slice(s.exit_layer), slice(s.exit_layer, None))
     )

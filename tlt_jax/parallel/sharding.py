@@ -3,7 +3,7 @@
 Arrays name their axes logically ("embed", "heads", ...); only this table knows the mesh.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 from tlt_jax.config import ConfigError
 from tlt_jax.parallel.hosts import put
 
-RULES: dict[str, str | tuple[str, ...] | None] = {
+Rules = Mapping[str, str | tuple[str, ...] | None]
+
+RULES: Rules = {
     "batch": ("data", "fsdp"),
     "vocab": "tensor",
     "embed": "fsdp",
@@ -25,20 +27,27 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "rank": None,
 }
 
+# Decoding reads every weight for a few tokens: split over fsdp they would cross the devices at each verification.
+DECODE_RULES = {**RULES, "embed": None}
 
-def partition(axes: Sequence[str | None]) -> P:
+
+def partition(axes: Sequence[str | None], rules: Rules = RULES) -> P:
     """The PartitionSpec of an array whose dimensions are named `axes` (None: not split)."""
-    return P(*(RULES[axis] if axis is not None else None for axis in axes))
+    return P(*(rules[axis] if axis is not None else None for axis in axes))
 
 
 def named_sharding(
-    mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int] | None = None, name: str = "array"
+    mesh: Mesh,
+    axes: Sequence[str | None],
+    shape: Sequence[int] | None = None,
+    name: str = "array",
+    rules: Rules = RULES,
 ) -> NamedSharding:
     """The sharding of an array with the named `axes`.
 
     With `shape`, raises ConfigError where the mesh does not divide a dimension, naming the array.
     """
-    spec = partition(axes)
+    spec = partition(axes, rules)
     for size, axis, mesh_axes in zip(shape or (), axes, spec, strict=False):
         names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
         parts = 1
@@ -86,3 +95,9 @@ def put_local_batch(mesh: Mesh, batch: Any, leading: int = 0) -> Any:
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of what every device holds whole."""
     return NamedSharding(mesh, P())
+
+
+def abstract(tree: Any, shardings: Any) -> Any:
+    """The shapes and types of `tree`, laid out by `shardings` (a tree of the same structure): what programs can be
+    compiled for before anything is allocated."""
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
