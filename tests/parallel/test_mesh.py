@@ -1,5 +1,7 @@
 """The mesh's sizes and the table of sharding rules."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tlt_jax.config.device_sections import DeviceConfig, MeshConfig
 from tlt_jax.models.declare import table
 from tlt_jax.models.heads import ScalarHead, ShallowExit
 from tlt_jax.models.transformer import Transformer
-from tlt_jax.parallel.mesh import MESH_AXES, compute_dtype, make_mesh, mesh_shape
+from tlt_jax.parallel.mesh import MESH_AXES, arrange, compute_dtype, fast_groups, make_mesh, mesh_shape, slow_shape
 from tlt_jax.parallel.sharding import RULES, constrain, named_sharding, partition, put_batch, replicated
 
 
@@ -54,6 +56,49 @@ def test_the_mesh_has_our_axes_in_auto_mode():
     mesh = make_mesh(MeshConfig())
     assert mesh.axis_names == MESH_AXES == ("data", "fsdp", "tensor")
     assert mesh.axis_types == (AxisType.Auto,) * 3
+
+
+def machines(hosts: int, each: int, platform: str = "gpu") -> list[SimpleNamespace]:
+    """Devices as JAX describes them: `slice_index` is the host of a GPU, the slice of a TPU; a CPU has none."""
+    numbered = [
+        SimpleNamespace(id=i, platform=platform, device_kind=platform, process_index=i // each)
+        for i in range(hosts * each)
+    ]
+    for device in numbered if platform != "cpu" else ():
+        device.slice_index = device.process_index
+    return numbered
+
+
+@pytest.mark.parametrize(
+    ("sizes", "hosts", "each", "platform", "expected"),
+    [
+        # data over the hosts, what is left within them
+        ({"data": 8, "fsdp": 8}, 8, 8, "gpu", (8, 1, 1)),
+        ({"data": 2, "fsdp": 8, "tensor": 4}, 8, 8, "gpu", (2, 4, 1)),
+        ({"data": 1, "fsdp": 16, "tensor": 4}, 8, 8, "gpu", (1, 8, 1)),
+        ({"data": 2, "tensor": 2}, 2, 2, "cpu", (2, 1, 1)),
+        ({"tensor": 4, "data": 1}, 2, 2, "cpu", (1, 1, 2)),
+        ({"data": 4, "fsdp": 2}, 1, 8, "gpu", (1, 1, 1)),
+    ],
+)
+def test_the_outer_axes_run_between_hosts(sizes, hosts, each, platform, expected):
+    devices = machines(hosts, each, platform)
+    assert fast_groups(devices) == hosts
+    config = MeshConfig(**sizes)
+    shape = mesh_shape(config, len(devices))
+    assert slow_shape(shape, hosts) == expected
+    arranged = arrange(config, devices)
+    assert sorted(device.id for device in arranged.flat) == list(range(len(devices)))
+    for axis, across in enumerate(expected):
+        lines = np.moveaxis(arranged, axis, -1).reshape(-1, shape[axis])
+        assert {len({device.process_index for device in line}) for line in lines} == {across}
+
+
+def test_within_a_tpu_slice_all_hosts_are_near():
+    devices = machines(4, 4, "tpu")
+    for device in devices:
+        device.slice_index = 0
+    assert fast_groups(devices) == 1
 
 
 def test_activations_are_float32_on_the_cpu_unless_asked():

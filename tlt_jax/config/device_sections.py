@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from tlt_jax.config.base import LARGEST_INT, PathOrNone, PositiveFloat, PositiveInt, Section
+from tlt_jax.config.base import LARGEST_INT, PathOrNone, PositiveFloat, PositiveInt, PrecisionLevel, Section
 
 
 class MeshConfig(Section):
@@ -29,8 +29,15 @@ class DeviceConfig(Section):
     cpu_devices: int = Field(
         1, ge=1, le=1024, description="simulated devices on the CPU; 2 use two cores better than one does"
     )
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="type of activations; auto: float32 on CPU, bfloat16 elsewhere. Weights stay float32"
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="type of activations and matrix products; auto: what precision asks for (O0: float32, O1 and O2:"
+        " bfloat16), else float32 on CPU and bfloat16 elsewhere. float16 trains with dynamic loss scaling",
+    )
+    precision: PrecisionLevel = Field(
+        "auto",
+        description="O0: float32 everywhere; O1: compute_dtype for activations and products, weights and gradients in"
+        " float32; O2: matrices and their gradients in compute_dtype too, with float32 masters; auto: O0 or O1",
     )
     compilation_cache: PathOrNone = Field(
         "~/.cache/tlt_jax/compiled", description="folder of the persistent compilation cache; '' for none"
@@ -43,6 +50,16 @@ class DeviceConfig(Section):
     processes: PositiveInt = Field(1, description="how many processes the run has; the same in all")
     process: int | None = Field(None, ge=0, le=LARGEST_INT, description="which of them this is, from 0")
     join_seconds: PositiveFloat = Field(60.0, description="how long the processes wait for each other at the start")
+
+    @model_validator(mode="after")
+    def _precision(self):
+        half = {"O0": False, "O1": True, "O2": True}.get(self.precision)
+        if half is not None and self.compute_dtype != "auto" and half != (self.compute_dtype != "float32"):
+            expected = "auto, bfloat16 or float16" if half else "auto or float32"
+            raise ValueError(
+                f"compute_dtype ({self.compute_dtype}) does not fit precision {self.precision}; expected {expected}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _processes(self):

@@ -136,6 +136,8 @@ class Config(Section):
             policy.prompts * policy.group_size,
         )
         _divides("align.ppo.minibatches", ppo.minibatches, "align.ppo.prompts", ppo.prompts)
+        reward = self.align.reward_model
+        _divides("align.reward_model.accumulation", reward.accumulation, "batch_size", reward.batch_size)
         if self.model.init_from is None:
             self._splits()
         return self

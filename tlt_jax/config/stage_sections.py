@@ -85,6 +85,7 @@ class GroupPolicyConfig(Section):
     group_size: int = Field(8, ge=2, le=LARGEST_INT, description="completions a prompt; the baseline is their mean")
     epochs: PositiveInt = Field(1, description="passes over a step's rollouts")
     minibatches: PositiveInt = Field(2, description="updates a pass; divides prompts * group_size")
+    accumulation: PositiveInt = Field(1, description="microbatches an update, of packed rows")
     clip_low: PositiveFloat = Field(0.2, lt=1.0, description="the ratio is clipped below 1 - clip_low")
     clip_high: PositiveFloat = Field(0.2, description="the ratio is clipped above 1 + clip_high")
     normalize_by_std: bool = Field(True, description="divide a group's advantages by their standard deviation")
@@ -118,6 +119,7 @@ class RewardModelConfig(Section):
     held_out_pairs: PositiveInt = Field(256, description="pairs asked for, of held-out files")
     length_tolerance: NonNegativeFloat = Field(0.25, description="largest relative difference in length within a pair")
     batch_size: PositiveInt = Field(32, description="pairs an update")
+    accumulation: PositiveInt = Field(1, description="microbatches an update; divides batch_size")
     eval_every: PositiveInt = Field(25, description="steps between evaluations")
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-4)
 
@@ -128,6 +130,7 @@ class PPOConfig(Section):
     prompts: PositiveInt = Field(64, description="prompts a step, one completion each")
     epochs: PositiveInt = Field(2, description="passes over a step's rollouts")
     minibatches: PositiveInt = Field(2, description="updates a pass; divides prompts")
+    accumulation: PositiveInt = Field(1, description="microbatches an update, of packed rows")
     clip: PositiveFloat = Field(0.2, lt=1.0, description="clip range of the ratio")
     value_clip: PositiveFloat = Field(0.2, description="clip range of the value's change")
     value_coef: NonNegativeFloat = Field(0.1, description="weight of the value loss")

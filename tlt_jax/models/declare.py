@@ -38,6 +38,11 @@ class ParamSpec:
     def stacked(self) -> bool:
         return self.axes[:1] == ("layers",)
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix, or a stack of such: no norm, no bias."""
+        return len(self.axes) - self.stacked >= 2
+
 
 @dataclass(frozen=True)
 class Declare:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tlt_jax.models.declare import shardings
-from tlt_jax.models.transformer import Block, ModelShape, Transformer, block, cast, look_up, rotary
+from tlt_jax.models.transformer import Block, ModelShape, Transformer, block, cast, look_up, mixed_values, rotary
 from tlt_jax.parallel.sharding import DECODE_RULES, named_sharding
 
 
@@ -113,7 +113,7 @@ def decode_layers(
             kept = LayerCache(
                 *(write_rows(o, new, positions_BW) for o, new in ((old.key_BTKN, k), (old.value_BTKN, v)))
             )
-            return jax.nn.dot_product_attention(q, kept.key_BTKN, kept.value_BTKN, mask=mask_B1WT), kept
+            return mixed_values(q, kept.key_BTKN, kept.value_BTKN, mask_B1WT), kept
 
         x_BWD, kept = block(layer, x_BWD, cos_sin, attend)
         new_cache.append(kept)

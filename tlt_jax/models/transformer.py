@@ -154,6 +154,14 @@ def block(
     return constrain(x_BSD, "batch", None, None), kept
 
 
+def mixed_values(q_BSHN: jax.Array, k_BTKN: jax.Array, v_BTKN: jax.Array, mask_B1ST: jax.Array) -> jax.Array:
+    """Scaled dot-product attention (Vaswani et al. 2017) where the mask is true, [B, S, H, N], softmax in float32."""
+    dtype = q_BSHN.dtype
+    if dtype == jnp.float16 and jax.default_backend() == "cpu":  # which has no such product with float32 sums
+        q_BSHN, k_BTKN, v_BTKN = (a.astype(jnp.float32) for a in (q_BSHN, k_BTKN, v_BTKN))
+    return jax.nn.dot_product_attention(q_BSHN, k_BTKN, v_BTKN, mask=mask_B1ST).astype(dtype)
+
+
 def look_up(embedding_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
     """The embeddings [B, S, D] of the tokens. The table is put together over the width first, as every weight is:
     split there, the compiler would copy the activations to every device."""
@@ -182,7 +190,7 @@ def hidden_states(
     )
 
     def attend(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, mask=mask_B1SS), None
+        return mixed_values(q, k, v, mask_B1SS), None
 
     def layer_step(x_BSD, layer):
         return block(cast(layer, dtype), x_BSD, cos_sin, attend)

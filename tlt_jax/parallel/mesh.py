@@ -1,10 +1,13 @@
 """Choosing devices and building the mesh."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from tlt_jax.config import ConfigError
@@ -62,15 +65,61 @@ def mesh_shape(config: MeshConfig, devices: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
-    """The mesh over all devices, axes in Auto mode (the compiler propagates shardings from our constraints)."""
-    shape = mesh_shape(config, jax.device_count())
-    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh over `devices` (None: all), axes in Auto mode (the compiler propagates shardings from our constraints).
+
+    Raises ConfigError where the config's sizes do not fit them.
+    """
+    arranged = arrange(config, jax.devices() if devices is None else devices)
+    return Mesh(arranged, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def arrange(config: MeshConfig, devices: Sequence[Any]) -> np.ndarray:
+    """The devices as an array of the mesh's shape, neighbours near each other.
+
+    Where they are joined by two kinds of network, the fast one within a host or slice and the slow one between them,
+    the outer axes run over the slow one: `data` first, then `fsdp`; `tensor` only where these do not suffice.
+    """
+    shape, groups = mesh_shape(config, len(devices)), fast_groups(devices)
+    if groups == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    slow = slow_shape(shape, groups)
+    fast = tuple(size // across for size, across in zip(shape, slow, strict=True))
+    by_process = len({_slice(device) for device in devices}) == 1
+    return mesh_utils.create_hybrid_device_mesh(
+        fast, slow, devices, process_is_granule=by_process, allow_split_physical_axes=True
+    )
+
+
+def fast_groups(devices: Sequence[Any]) -> int:
+    """How many groups of devices are joined by a slow network: TPU slices, hosts of GPUs or of CPU processes.
+
+    JAX numbers slices of TPUs, and hosts of GPUs, as slices; within a TPU slice all hosts are on the fast network.
+    """
+    slices = {_slice(device) for device in devices}
+    if len(slices) > 1 or devices[0].platform == "tpu":
+        return len(slices)
+    return len({device.process_index for device in devices})
+
+
+def slow_shape(shape: Sequence[int], groups: int) -> tuple[int, ...]:
+    """How many parts of each axis lie in different groups: as many of the outer axes' as can."""
+    across = []
+    for size in shape:
+        across.append(math.gcd(size, groups))
+        groups //= across[-1]
+    assert groups == 1, "groups of equal size divide the product of the axes"
+    return tuple(across)
+
+
+def _slice(device: Any) -> int:
+    return getattr(device, "slice_index", None) or 0
 
 
 def compute_dtype(config: DeviceConfig) -> np.dtype:
     """The type of activations: float32 on CPU unless asked otherwise (bfloat16 with few rows is slow there)."""
     name = config.compute_dtype
     if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        whole = config.precision == "O0" or (config.precision == "auto" and jax.default_backend() == "cpu")
+        name = "float32" if whole else "bfloat16"
     return jax.numpy.dtype(name)

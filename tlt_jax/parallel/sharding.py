@@ -78,11 +78,18 @@ def put_batch(mesh: Mesh, batch: Any, leading: int = 0) -> Any:
 
 
 def batch_part(mesh: Mesh, rows: int) -> tuple[int, int]:
-    """(part, parts): which of how many equal parts of a batch of `rows` this process's devices hold."""
+    """(part, parts): which of how many equal parts of a batch of `rows` this process's devices hold.
+
+    Raises ConfigError where they do not hold one run of its rows.
+    """
     pieces = batch_sharding(mesh).addressable_devices_indices_map((rows,)).values()
     starts = sorted({piece[0].start or 0 for piece in pieces if piece})
     size = len(starts) * (rows // (mesh.shape["data"] * mesh.shape["fsdp"]))
-    assert starts[0] % size == 0 and starts[-1] - starts[0] < size, "a process holds one run of a batch's rows"
+    if starts[0] % size or starts[-1] - starts[0] >= size:
+        raise ConfigError(
+            f"`device.mesh.data` is {mesh.shape['data']}; expected a multiple or a divisor of the number of hosts, each"
+            " of which reads one part of a batch"
+        )
     return starts[0] // size, rows // size
 
 

@@ -11,17 +11,16 @@ from tlt_jax.data import curriculum as curricula
 from tlt_jax.models.declare import initialise
 from tlt_jax.rl.advantages import gae, token_weights, whiten
 from tlt_jax.rl.kl import next_kl_coef, penalised_rewards, sequence_scores
-from tlt_jax.rl.objectives import PolicyTerms, policy_objective, sequence_log_probs, sequence_rewards, sequence_values
+from tlt_jax.rl.objectives import sequence_log_probs, sequence_rewards, sequence_values
 from tlt_jax.rl.rewards import quality
 from tlt_jax.stages.evaluate import evaluate_completions
 from tlt_jax.stages.loop import Phase, PhaseState, Step, models_of, run_phase
-from tlt_jax.stages.models import Models, by_role, policy_roles, scalar_head, untrained
+from tlt_jax.stages.models import Models, by_role, untrained
+from tlt_jax.stages.programs import ppo_program
 from tlt_jax.stages.reward_model import RewardModel, scaled
 from tlt_jax.stages.rollouts import Sampler, by_batches, request_seeds, segments
 from tlt_jax.stages.run import Run
 from tlt_jax.stages.updates import kl_metrics, rollout_batch, run_updates
-from tlt_jax.train.state import Role, new_state
-from tlt_jax.train.step import make_update
 
 
 class PPO(Phase):
@@ -38,29 +37,13 @@ class PPO(Phase):
             config.eval_every,
             reward,
         )
-        shape = models.policy.shape
-        self.roles = policy_roles(shape, config.optimizer, run.config.speculation.optimizer, config.exit_weight)
-        self.roles["value"] = Role(scalar_head(shape), config.value_optimizer)
-        terms = PolicyTerms(
-            clip_low=config.clip,
-            clip_high=config.clip,
-            temperature=run.config.sampling.temperature,
-            entropy_coef=config.entropy_coef,
-            exit_weight=config.exit_weight,
-            value_coef=config.value_coef,
-            value_clip=config.value_clip,
-        )
-        self.update = make_update(
-            policy_objective(terms, dtype=run.dtype, remat=run.config.model.remat),
-            self.roles,
-            run.mesh,
-            run.config.faults.spike_factor,
-        )
+        program = ppo_program(run.config, models.policy.shape, run.mesh)
+        self.roles, self.new_state, self.update = program.roles, program.new_state, program.update()
         self._judge = jax.jit(partial(_judge, temperature=run.config.sampling.temperature, dtype=run.dtype))
 
     def init(self) -> PhaseState:
         value = initialise(self.roles["value"].build, self.run.mesh, jax.random.key(self.run.config.run.seed))
-        train = new_state(self.roles, {**by_role(self.models), "value": value}, self.run.mesh)
+        train = self.new_state({**by_role(self.models), "value": value})
         reward = self.reward.arrays["train"].params
         arrays = {
             "train": train,
@@ -106,9 +89,7 @@ class PPO(Phase):
                 "returns": returns,
                 "old_values": values_BT,
             }
-            train, metrics = run_updates(
-                self, state.arrays["train"], batch, rollout.length_B, config.epochs, config.minibatches, step
-            )
+            train, metrics = run_updates(self, state.arrays["train"], batch, rollout.length_B, step)
         kl = kl_metrics(rollout, judged["ref_logp"])
         metrics |= self.sampler.metrics(rollout, rolled - started) | kl
         inside = mask > 0

@@ -9,17 +9,15 @@ import numpy as np
 from tlt_jax.data import PackedRows, Tasks, pack_examples
 from tlt_jax.data import curriculum as curricula
 from tlt_jax.rl.advantages import group_advantages, token_weights
-from tlt_jax.rl.objectives import PolicyTerms, policy_objective
 from tlt_jax.rl.rewards import score_groups
 from tlt_jax.stages.evaluate import HeldOutLoss, evaluate_completions
 from tlt_jax.stages.loop import Phase, PhaseState, Step, models_of, run_phase
-from tlt_jax.stages.models import Models, by_role, policy_roles, untrained
+from tlt_jax.stages.models import Models, by_role, untrained
+from tlt_jax.stages.programs import group_policy_program
 from tlt_jax.stages.rollouts import Sampler, request_seeds
 from tlt_jax.stages.run import Run
 from tlt_jax.stages.supervised import Supervised
 from tlt_jax.stages.updates import kl_metrics, rollout_batch, run_updates
-from tlt_jax.train.state import new_state
-from tlt_jax.train.step import make_update
 
 
 class Warmup(Supervised):
@@ -60,28 +58,12 @@ class GroupPolicy(Phase):
     def __init__(self, run: Run, models: Models, sampler: Sampler):
         self.config = config = run.config.finetune.policy
         self.run, self.models, self.sampler, self.eval_every = run, models, sampler, config.eval_every
-        self.roles = policy_roles(
-            models.policy.shape, config.optimizer, run.config.speculation.optimizer, config.exit_weight
-        )
-        terms = PolicyTerms(
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            temperature=run.config.sampling.temperature,
-            entropy_coef=config.entropy_coef,
-            exit_weight=config.exit_weight,
-            kl_coef=config.kl_coef,
-            kl_estimator=config.kl_estimator,
-        )
-        self.update = make_update(
-            policy_objective(terms, dtype=run.dtype, remat=run.config.model.remat),
-            self.roles,
-            run.mesh,
-            run.config.faults.spike_factor,
-        )
+        program = group_policy_program(run.config, models.policy.shape, run.mesh)
+        self.roles, self.new_state, self.update = program.roles, program.new_state, program.update()
         self.lengths = np.array([len(c) for c in run.corpus.train_tasks.completions])
 
     def init(self) -> PhaseState:
-        train = new_state(self.roles, by_role(self.models), self.run.mesh)
+        train = self.new_state(by_role(self.models))
         reference = jax.tree.map(jax.numpy.copy, self.models.policy)
         return PhaseState(
             {"train": train, "reference": reference, **untrained(self.models, self.roles)},
@@ -115,9 +97,7 @@ class GroupPolicy(Phase):
                 "advantages": advantages[:, None] * mask,
                 "ref_logp": ref_logp * mask,
             }
-            train, metrics = run_updates(
-                self, state.arrays["train"], batch, rollout.length_B, config.epochs, config.minibatches, step
-            )
+            train, metrics = run_updates(self, state.arrays["train"], batch, rollout.length_B, step)
         success = float((parts["quality"] >= 1.0).mean())
         progress = curricula.advance(progress, success, config.curriculum)
         metrics |= self.sampler.metrics(rollout, rolled - started)

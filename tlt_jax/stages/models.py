@@ -9,7 +9,6 @@ import jax
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import ConfigError
 from tlt_jax.config.schema import Config, ModelConfig
-from tlt_jax.config.stage_sections import OptimizerConfig
 from tlt_jax.models.declare import flatten, initialise, shardings, table, unflatten
 from tlt_jax.models.heads import ScalarHead, ShallowExit
 from tlt_jax.models.hf import read_drafter, read_exit, read_shape, read_weights
@@ -17,7 +16,7 @@ from tlt_jax.models.transformer import ModelShape, Transformer
 from tlt_jax.parallel.hosts import put, to_host
 from tlt_jax.parallel.mesh import compute_dtype
 from tlt_jax.stages.memory import check_memory, memory
-from tlt_jax.train.state import Build, Role
+from tlt_jax.train.state import Build
 
 
 @dataclass(frozen=True)
@@ -51,16 +50,6 @@ def shallow_exit(shape: ModelShape) -> Build:
 def scalar_head(shape: ModelShape) -> Build:
     """Builds the module of values and rewards."""
     return lambda declare: ScalarHead(shape, declare)
-
-
-def policy_roles(
-    shape: ModelShape, policy: OptimizerConfig, drafter: OptimizerConfig, exit_weight: float
-) -> dict[str, Role]:
-    """The roles of a phase that trains the policy, and the drafter's exit if it has a loss."""
-    roles = {"policy": Role(transformer(shape), policy)}
-    if exit_weight:
-        roles["exit"] = Role(shallow_exit(shape), drafter)
-    return roles
 
 
 def model_shape(config: ModelConfig, vocab: int) -> ModelShape:

@@ -12,13 +12,14 @@ from tlt_jax.data import Tasks
 from tlt_jax.models.declare import initialise
 from tlt_jax.parallel.hosts import put, to_host
 from tlt_jax.parallel.sharding import put_batch, replicated
-from tlt_jax.rl.objectives import reward_objective, sequence_rewards
+from tlt_jax.rl.objectives import sequence_rewards
 from tlt_jax.stages.loop import Phase, PhaseState, Step
-from tlt_jax.stages.models import Models, by_role, scalar_head, transformer
+from tlt_jax.stages.models import Models, by_role
+from tlt_jax.stages.programs import reward_program
 from tlt_jax.stages.rollouts import Sampler, by_batches, real_sequences, request_seeds
 from tlt_jax.stages.run import Run
-from tlt_jax.train.state import Role, new_state
-from tlt_jax.train.step import make_update
+from tlt_jax.stages.updates import microbatches
+from tlt_jax.train.state import Role
 
 log = logging.getLogger("tlt_jax")
 
@@ -39,22 +40,13 @@ class RewardModel(Phase):
         self.config = config = run.config.align.reward_model
         self.run, self.models, self.sampler = run, models, sampler
         self.eval_every, self.end = config.eval_every, config.share
-        shape = models.policy.shape
-        self.roles = {
-            "reward_trunk": Role(transformer(shape), config.optimizer),
-            "reward": Role(scalar_head(shape), config.optimizer),
-        }
-        self.update = make_update(
-            reward_objective(dtype=run.dtype, remat=run.config.model.remat),
-            self.roles,
-            run.mesh,
-            run.config.faults.spike_factor,
-        )
+        program = reward_program(run.config, models.policy.shape, run.mesh)
+        self.roles, self.new_state, self.update = program.roles, program.new_state, program.update()
         self._rewards = jax.jit(partial(sequence_rewards, dtype=run.dtype))
 
     def init(self) -> PhaseState:
         fresh = new_reward(self.run, self.models, self.roles)
-        train = new_state(self.roles, fresh, self.run.mesh)
+        train = self.new_state(fresh)
         pairs = {"train": self._no_pairs(self.config.pairs), "held_out": self._no_pairs(self.config.held_out_pairs)}
         pairs = put(pairs, replicated(self.run.mesh))
         return PhaseState({"train": train, "pairs": pairs, **by_role(self.models)}, fit_scale(np.zeros(1), np.zeros(1)))
@@ -71,7 +63,8 @@ class RewardModel(Phase):
         pairs = to_host(state.arrays["pairs"]["train"])
         real = np.flatnonzero(pairs["weights"])
         chosen = np.random.default_rng([self.run.config.run.seed, step.index]).choice(real, self.config.batch_size)
-        batch = put_batch(self.run.mesh, {name: array[chosen][None] for name, array in pairs.items()}, leading=1)
+        drawn = {name: array[chosen] for name, array in pairs.items()}
+        batch = put_batch(self.run.mesh, microbatches(drawn, self.config.accumulation), leading=1)
         train, metrics = self.update(state.arrays["train"], batch, np.float32(step.progress))
         tokens = pairs["chosen_length"][chosen].sum() + pairs["rejected_length"][chosen].sum()
         return PhaseState({**state.arrays, "train": train}, state.host), metrics, int(tokens)

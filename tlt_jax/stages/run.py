@@ -206,7 +206,7 @@ def check_batches(config: Config, parts: int) -> None:
     microbatches = {
         "pretrain": ("pretrain.batch_size / accumulation", pretrain.batch_size // pretrain.accumulation),
         "finetune": ("finetune.warmup.batch_size / accumulation", warmup.batch_size // warmup.accumulation),
-        "align": ("align.reward_model.batch_size", reward.batch_size),
+        "align": ("align.reward_model.batch_size / accumulation", reward.batch_size // reward.accumulation),
     }
     for stage in config.stages:
         key, rows = microbatches[stage]

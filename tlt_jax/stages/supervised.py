@@ -8,12 +8,10 @@ from tlt_jax.config.stage_sections import PretrainConfig, WarmupConfig
 from tlt_jax.data import PackedRows, make_loader
 from tlt_jax.parallel.sharding import batch_part, put_local_batch
 from tlt_jax.stages.loop import Phase, PhaseState, Step
-from tlt_jax.stages.models import Models, by_role, policy_roles, untrained
+from tlt_jax.stages.models import Models, by_role, untrained
+from tlt_jax.stages.programs import supervised_program
 from tlt_jax.stages.rollouts import Sampler
 from tlt_jax.stages.run import Run
-from tlt_jax.train.losses import next_token_objective
-from tlt_jax.train.state import new_state
-from tlt_jax.train.step import make_update
 
 
 class Supervised(Phase):
@@ -34,20 +32,13 @@ class Supervised(Phase):
         seed: int,
     ):
         self.run, self.models, self.sampler, self.eval_every = run, models, sampler, config.eval_every
-        speculation, shape = run.config.speculation, models.policy.shape
-        self.roles = policy_roles(shape, config.optimizer, speculation.optimizer, config.exit_weight)
-        objective = next_token_objective(
-            dtype=run.dtype,
-            remat=run.config.model.remat,
-            exit_weight=config.exit_weight,
-            exit_stride=speculation.exit_stride,
-        )
-        self.update = make_update(objective, self.roles, run.mesh, run.config.faults.spike_factor)
+        program = supervised_program(run.config, config, models.policy.shape, run.mesh)
+        self.roles, self.new_state, self.update = program.roles, program.new_state, program.update()
         part = batch_part(run.mesh, config.batch_size // config.accumulation)
         self.loader = make_loader(rows, config.batch_size, config.accumulation, seed, self.section, part)
 
     def init(self) -> PhaseState:
-        train = new_state(self.roles, by_role(self.models), self.run.mesh)
+        train = self.new_state(by_role(self.models))
         return PhaseState({"train": train, **untrained(self.models, self.roles)}, {"loader": self.loader.get_state()})
 
     def check(self, state: PhaseState) -> None:

@@ -17,28 +17,33 @@ def rollout_batch(rollout: Rollout, weights_BT: np.ndarray) -> dict[str, np.ndar
 
 
 def run_updates(
-    phase: Any, train: Any, batch: dict[str, np.ndarray], lengths: np.ndarray, epochs: int, minibatches: int, step: Step
+    phase: Any, train: Any, batch: dict[str, np.ndarray], lengths: np.ndarray, step: Step
 ) -> tuple[Any, dict[str, float]]:
-    """Updates on shuffled minibatches, `epochs` times over; the mean of their metrics.
+    """Updates on shuffled minibatches, some epochs over, as the phase's config has it; the mean of their metrics.
 
     The sequences [B, T] of `lengths` [B] are packed: an update computes little but their tokens.
 
     Before the first update the policy is the one that sampled: how far its log-probs are from the recorded ones there
     is `rollout/logprob_abs_diff_max`, the mismatch between decoding and scoring (over the first minibatch).
     """
-    run, rows = phase.run, len(lengths)
-    parts = run.mesh.shape["data"] * run.mesh.shape["fsdp"]
+    run, config, rows = phase.run, phase.config, len(lengths)
+    parts = run.mesh.shape["data"] * run.mesh.shape["fsdp"] * config.accumulation
     shuffle = np.random.default_rng([run.config.run.seed, step.index, rows])
     collected = []
-    for _ in range(epochs):
-        for part in np.split(shuffle.permutation(rows), minibatches):
+    for _ in range(config.epochs):
+        for part in np.split(shuffle.permutation(rows), config.minibatches):
             packed = pack_sequences({name: array[part] for name, array in batch.items()}, lengths[part], parts)
-            minibatch = put_batch(run.mesh, {name: array[None] for name, array in packed.items()}, leading=1)
+            minibatch = put_batch(run.mesh, microbatches(packed, config.accumulation), leading=1)
             train, metrics = phase.update(train, minibatch, np.float32(step.progress))
             collected.append(metrics)
     fetched = to_host(collected)
     mean = {name: float(np.mean([m[name] for m in fetched])) for name in fetched[0] if name != "rl/logp_diff_max"}
     return train, {**mean, "rollout/logprob_abs_diff_max": float(fetched[0]["rl/logp_diff_max"])}
+
+
+def microbatches(batch: dict[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
+    """Arrays [rows, ...] as [count, rows / count, ...]."""
+    return {name: array.reshape(count, -1, *array.shape[1:]) for name, array in batch.items()}
 
 
 def kl_metrics(rollout: Rollout, ref_logp_BT: np.ndarray) -> dict[str, float]:

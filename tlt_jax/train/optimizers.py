@@ -76,7 +76,7 @@ def _matrices(specs: Specs) -> Callable:
     """The mask of weight decay: True for matrices, False for norms and biases."""
 
     def mask(params):
-        return unflatten(params, {path: len(specs[path].axes) - specs[path].stacked >= 2 for path in flatten(params)})
+        return unflatten(params, {path: specs[path].is_matrix for path in flatten(params)})
 
     return mask
 

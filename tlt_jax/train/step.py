@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh
 
+from tlt_jax.models.declare import table
+from tlt_jax.train.precision import FLOAT32, Precision, compute_weights, lowered_once, value_and_grad
 from tlt_jax.train.state import Role, TrainState, state_shardings
 
 NORM_MEMORY = 0.95  # weight of the past in the running mean of the gradient's norm
@@ -55,21 +58,30 @@ class Update:
             return self._compiled.lower(state, batch, progress)
 
 
-def make_update(objective: Objective, roles: dict[str, Role], mesh: Mesh, spike_factor: float = 0.0) -> Update:
+def make_update(
+    objective: Objective,
+    roles: dict[str, Role],
+    mesh: Mesh,
+    spike_factor: float = 0.0,
+    precision: Precision = FLOAT32,
+) -> Update:
     """update(state, batch, progress) -> (state, metrics). Arrays are [A, b, ...]; progress in [0, 1] sets the rates.
 
     An update whose loss or gradients are not finite, or whose gradient's norm is more than `spike_factor` (0: any)
-    times its running mean, changes neither parameters nor optimisers; `train/skipped` is then 1.
+    times its running mean, changes neither parameters nor optimisers; `train/skipped` is then 1. With a loss scale,
+    gradients that only it made overflow are no fault: `train/overflow` is 1 instead, and the scale half as large.
 
     The state is donated: use the one that comes back. Metrics are device scalars; `train/grad_norm` (before clipping)
     is the policy's, or all roles' where there is none, and `train/lr` the policy's, or the first role's.
     """
     transforms = {name: role.transform() for name, role in roles.items()}
+    specs = {name: table(role.build) for name, role in roles.items()}
     main = "policy" if "policy" in roles else next(iter(roles))
 
     def update(state: TrainState, batch: Batch, progress: jax.Array) -> tuple[TrainState, Metrics]:
         batch = objective.prepare(batch, state.step)
-        grads, metrics = _gradients(objective, state.params, batch)
+        weights = {name: compute_weights(state.params[name], specs[name], precision) for name in roles}
+        grads, metrics, loss_scale = _gradients(objective, weights, batch, state.loss_scale)
         params, opt = {}, {}
         with jax.named_scope("optimizer"):
             for name, role in roles.items():
@@ -81,9 +93,13 @@ def make_update(objective: Objective, roles: dict[str, Role], mesh: Mesh, spike_
         params, opt = jax.tree.map(partial(jnp.where, sound), (params, opt), (state.params, state.opt))
         metrics["train/skipped"] = 1.0 - sound
         metrics["train/lr"] = roles[main].rate(progress)
-        return TrainState(state.step + 1, params, opt, usual_norm), metrics
+        if loss_scale is not None and state.loss_scale is not None:
+            overflow = (loss_scale.scale < state.loss_scale.scale) & jnp.isfinite(metrics["train/loss"])
+            metrics["train/skipped"] *= 1.0 - overflow
+            metrics |= {"train/overflow": 1.0 * overflow, "train/loss_scale": jnp.asarray(state.loss_scale.scale)}
+        return TrainState(state.step + 1, params, opt, usual_norm, loss_scale), metrics
 
-    compiled = jax.jit(update, donate_argnums=0, out_shardings=(state_shardings(roles, mesh), None))
+    compiled = jax.jit(update, donate_argnums=0, out_shardings=(state_shardings(roles, mesh, precision), None))
 
     return Update(compiled, mesh)
 
@@ -98,26 +114,29 @@ def _judged(loss: jax.Array, grads: Any, usual: jax.Array, spike_factor: float) 
     return sound, jnp.where(sound, mean, usual)
 
 
-def _gradients(objective: Objective, params: dict[str, Any], batch: Batch) -> tuple[Any, Metrics]:
-    """Sums of gradients and metrics over the microbatches."""
+def _gradients(
+    objective: Objective, params: dict[str, Any], batch: Batch, scale: DynamicScale | None
+) -> tuple[Any, Metrics, DynamicScale | None]:
+    """Sums of gradients and metrics over the microbatches, and the loss scale after them."""
+    differentiate = value_and_grad(objective.loss, scale)
 
-    def one(microbatch: Batch) -> tuple[Any, Metrics]:
+    def one(microbatch: Batch) -> tuple[Any, Metrics, DynamicScale | None]:
         with jax.named_scope("forward_backward"):
-            (loss, metrics), grads = jax.value_and_grad(objective.loss, has_aux=True)(params, microbatch)
-        return grads, {**metrics, "train/loss": loss}
+            (loss, metrics), grads, after = differentiate(params, microbatch)
+        return grads, {**metrics, "train/loss": loss}, after
 
     first = {name: array[0] for name, array in batch.items()}
     if next(iter(batch.values())).shape[0] == 1:
         return one(first)
-    grads, metrics = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(one, first))
-    zeros = grads, {name: value - jnp.inf if name.endswith("_max") else value for name, value in metrics.items()}
+    grads, metrics, _ = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(one, first))
+    start = {name: value - jnp.inf if name.endswith("_max") else value for name, value in metrics.items()}
 
     def add(total, microbatch):
-        grads, metrics = one(microbatch)
+        grads, metrics, after = one(microbatch)
         combined = {
             name: (jnp.maximum if name.endswith("_max") else jnp.add)(total[1][name], value)
             for name, value in metrics.items()
         }
-        return (jax.tree.map(jnp.add, total[0], grads), combined), None
+        return (jax.tree.map(jnp.add, total[0], grads), combined, lowered_once(scale, total[2], after)), None
 
-    return jax.lax.scan(add, zeros, batch)[0]
+    return jax.lax.scan(add, (grads, start, scale), batch)[0]

@@ -1,0 +1,115 @@
+"""What the phases compile: their roles, objective and update step, from the config and the model's shape alone.
+
+So a program can be looked at, or compiled ahead of time, before there are data or weights.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from tlt_jax.config import Config
+from tlt_jax.config.stage_sections import OptimizerConfig, PretrainConfig, WarmupConfig
+from tlt_jax.models.transformer import ModelShape
+from tlt_jax.rl.objectives import PolicyTerms, policy_objective, reward_objective
+from tlt_jax.stages.models import scalar_head, shallow_exit, transformer
+from tlt_jax.train.losses import next_token_objective
+from tlt_jax.train.precision import Precision, precision_of
+from tlt_jax.train.state import Role, TrainState, abstract_state, new_state
+from tlt_jax.train.step import Objective, Update, make_update
+
+
+@dataclass(frozen=True)
+class Program:
+    """A phase's training: what it trains, and to what end."""
+
+    roles: dict[str, Role]
+    objective: Objective
+    mesh: jax.sharding.Mesh
+    precision: Precision
+    spike_factor: float
+
+    def update(self) -> Update:
+        """The update step; it compiles when it is first called, or lowered."""
+        return make_update(self.objective, self.roles, self.mesh, self.spike_factor, self.precision)
+
+    def new_state(self, params: dict[str, Any]) -> TrainState:
+        """A state at step 0 with the given parameters by role (copied) and fresh optimisers."""
+        return new_state(self.roles, params, self.mesh, self.precision)
+
+    def abstract_state(self) -> TrainState:
+        """The state's shapes and shardings."""
+        return abstract_state(self.roles, self.mesh, self.precision)
+
+
+def supervised_program(
+    config: Config, section: PretrainConfig | WarmupConfig, shape: ModelShape, mesh: jax.sharding.Mesh
+) -> Program:
+    """Next-token training of the policy, and of the drafter's exit if it has a loss."""
+    precision = precision_of(config.device)
+    objective = next_token_objective(
+        dtype=precision.dtype,
+        remat=config.model.remat,
+        exit_weight=section.exit_weight,
+        exit_stride=config.speculation.exit_stride,
+    )
+    return _program(config, _policy_roles(config, shape, section.optimizer, section.exit_weight), objective, mesh)
+
+
+def group_policy_program(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Program:
+    """Group-relative policy optimisation."""
+    policy = config.finetune.policy
+    terms = PolicyTerms(
+        clip_low=policy.clip_low,
+        clip_high=policy.clip_high,
+        temperature=config.sampling.temperature,
+        entropy_coef=policy.entropy_coef,
+        exit_weight=policy.exit_weight,
+        kl_coef=policy.kl_coef,
+        kl_estimator=policy.kl_estimator,
+    )
+    roles = _policy_roles(config, shape, policy.optimizer, policy.exit_weight)
+    return _program(config, roles, _policy_objective(config, terms), mesh)
+
+
+def reward_program(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Program:
+    """The reward model: a transformer and a scalar head."""
+    optimizer = config.align.reward_model.optimizer
+    roles = {
+        "reward_trunk": Role(transformer(shape), optimizer),
+        "reward": Role(scalar_head(shape), optimizer),
+    }
+    objective = reward_objective(dtype=precision_of(config.device).dtype, remat=config.model.remat)
+    return _program(config, roles, objective, mesh)
+
+
+def ppo_program(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Program:
+    """Proximal policy optimisation, with its value head."""
+    ppo = config.align.ppo
+    terms = PolicyTerms(
+        clip_low=ppo.clip,
+        clip_high=ppo.clip,
+        temperature=config.sampling.temperature,
+        entropy_coef=ppo.entropy_coef,
+        exit_weight=ppo.exit_weight,
+        value_coef=ppo.value_coef,
+        value_clip=ppo.value_clip,
+    )
+    roles = _policy_roles(config, shape, ppo.optimizer, ppo.exit_weight)
+    roles["value"] = Role(scalar_head(shape), ppo.value_optimizer)
+    return _program(config, roles, _policy_objective(config, terms), mesh)
+
+
+def _policy_roles(config: Config, shape: ModelShape, policy: OptimizerConfig, exit_weight: float) -> dict[str, Role]:
+    roles = {"policy": Role(transformer(shape), policy)}
+    if exit_weight:
+        roles["exit"] = Role(shallow_exit(shape), config.speculation.optimizer)
+    return roles
+
+
+def _policy_objective(config: Config, terms: PolicyTerms) -> Objective:
+    return policy_objective(terms, dtype=precision_of(config.device).dtype, remat=config.model.remat)
+
+
+def _program(config: Config, roles: dict[str, Role], objective: Objective, mesh: jax.sharding.Mesh) -> Program:
+    return Program(roles, objective, mesh, precision_of(config.device), config.faults.spike_factor)
