@@ -39,6 +39,13 @@ class ModelConfig(Section):
     remat: RematPolicy = Field(
         "none", description="what the backward pass recomputes: none, all but matmuls, everything"
     )
+    loss_chunk: int = Field(
+        0,
+        ge=0,
+        le=LARGEST_INT,
+        description="next-token training: positions of a row whose logits are there at once; divides context_length;"
+        " 0: all",
+    )
 
     @model_validator(mode="after")
     def _shape(self):
@@ -127,6 +134,8 @@ class Config(Section):
         _divides(
             "speculation.exit_stride", self.speculation.exit_stride, "data.context_length", self.data.context_length
         )
+        if self.model.loss_chunk:
+            _divides("model.loss_chunk", self.model.loss_chunk, "data.context_length", self.data.context_length)
         warmup, policy, ppo = self.finetune.warmup, self.finetune.policy, self.align.ppo
         _divides("finetune.warmup.accumulation", warmup.accumulation, "finetune.warmup.batch_size", warmup.batch_size)
         _divides(

@@ -37,14 +37,18 @@ class ScalarHead(nnx.Module):
 def exit_logits(model: Any, exit: ShallowExit, x_exit_BSD: jax.Array) -> jax.Array:
     """The drafter's logits [B, S, V] in float32 from what leaves layer `exit_layer`; `model` (or its decode
     view) lends its head alone."""
+    return project(model, exit_states(exit, x_exit_BSD))
+
+
+def exit_states(exit: ShallowExit, x_exit_BSD: jax.Array) -> jax.Array:
+    """What leaves layer `exit_layer`, as the head sees it [B, S, D]."""
     with jax.named_scope("exit"):
         dtype = x_exit_BSD.dtype
         eps = exit.shape.norm_eps
         # Small enough to be put together: split, they would have the activations sent around.
         down, up = (constrain(a.astype(dtype), None, None) for a in (exit.down, exit.up))
         low_BSR = rms_norm(x_exit_BSD, jnp.ones_like(exit.norm), eps) @ down
-        y_BSD = rms_norm(x_exit_BSD + low_BSR @ up, exit.norm, eps)
-        return project(model, y_BSD)
+        return rms_norm(x_exit_BSD + low_BSR @ up, exit.norm, eps)
 
 
 def scalars(head: ScalarHead, model: Transformer, x_BSD: jax.Array) -> jax.Array:

@@ -224,14 +224,18 @@ def head_matrix(model: Any) -> jax.Array:
 
 def logits(model: Any, x_BSD: jax.Array) -> jax.Array:
     """Next-token logits [B, S, V] in float32 from what leaves the last layer."""
-    with jax.named_scope("head"):
-        y_BSD = rms_norm(x_BSD, model.final_norm, model.shape.norm_eps)
-        return project(model, y_BSD)
+    return project(model, normed(model, x_BSD))
+
+
+def normed(model: Any, x_BSD: jax.Array) -> jax.Array:
+    """What leaves the last layer, as the head sees it [B, S, D]."""
+    return rms_norm(x_BSD, model.final_norm, model.shape.norm_eps)
 
 
 def project(model: Any, y_BSD: jax.Array) -> jax.Array:
     """Logits in float32 from states that are already normalised."""
-    head_DV = head_matrix(model).astype(y_BSD.dtype)
-    return constrain(
-        jnp.einsum("bsd,dv->bsv", y_BSD, head_DV, preferred_element_type=jnp.float32), "batch", None, "vocab"
-    )
+    with jax.named_scope("head"):
+        head_DV = head_matrix(model).astype(y_BSD.dtype)
+        return constrain(
+            jnp.einsum("bsd,dv->bsv", y_BSD, head_DV, preferred_element_type=jnp.float32), "batch", None, "vocab"
+        )

@@ -52,6 +52,7 @@ def supervised_program(
         remat=config.model.remat,
         exit_weight=section.exit_weight,
         exit_stride=config.speculation.exit_stride,
+        loss_chunk=config.model.loss_chunk,
     )
     return _program(config, _policy_roles(config, shape, section.optimizer, section.exit_weight), objective, mesh)
 

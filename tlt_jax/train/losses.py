@@ -3,13 +3,15 @@
 Shape suffixes: B rows, S sequence, D width, V vocabulary, P the positions that the exit's loss looks at.
 """
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from tlt_jax.models.heads import ShallowExit, exit_logits
-from tlt_jax.models.transformer import Transformer, hidden_states, logits
+from tlt_jax.models.heads import ShallowExit, exit_logits, exit_states
+from tlt_jax.models.transformer import Transformer, head_matrix, hidden_states, normed
+from tlt_jax.train.head_loss import chunked_cross_entropy
 from tlt_jax.train.step import Batch, Metrics, Objective, normalised
 
 
@@ -24,12 +26,15 @@ def weighted_sum(values: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(weights > 0, values, 0.0) * weights)
 
 
-def next_token_objective(*, dtype: jnp.dtype, remat: str, exit_weight: float, exit_stride: int) -> Objective:
+def next_token_objective(
+    *, dtype: jnp.dtype, remat: str, exit_weight: float, exit_stride: int, loss_chunk: int = 0
+) -> Objective:
     """Cross-entropy at the last layer plus `exit_weight` times that at the exit (LayerSkip, Elhoushi et al. 2024).
 
     Batch: tokens, targets, segments, positions (int32) and weights (0 or 1), each [A, B, S]. The exit looks at every
     `exit_stride`-th position, from an offset that moves with the step. Roles: policy, and exit where its weight is
-    above 0. Both losses are means over the tokens of weight 1 that they look at, over the whole update.
+    above 0. Both losses are means over the tokens of weight 1 that they look at, over the whole update. The logits of
+    `loss_chunk` positions of a row are there at once (0: of all).
     """
 
     def prepare(batch: Batch, step: jax.Array) -> Batch:
@@ -41,7 +46,7 @@ def next_token_objective(*, dtype: jnp.dtype, remat: str, exit_weight: float, ex
         policy = params["policy"]
         x_exit_BSD, x_BSD = hidden_states(policy, b["tokens"], b["segments"], b["positions"], dtype=dtype, remat=remat)
         with jax.named_scope("loss"):
-            main = weighted_sum(cross_entropy(logits(policy, x_BSD), b["targets"]), b["weights"])
+            main = head_loss(policy, normed(policy, x_BSD), b["targets"], b["weights"], loss_chunk)
         if exit_weight == 0:
             return main, {}
         with jax.named_scope("exit_loss"):
@@ -49,11 +54,19 @@ def next_token_objective(*, dtype: jnp.dtype, remat: str, exit_weight: float, ex
                 _strided(x_exit_BSD, b["offset"], exit_stride),
                 _strided(b["targets"], b["offset"], exit_stride),
             )
-            exit_BPV = exit_logits(policy, params["exit"], x_exit_BPD)
-            early = weighted_sum(cross_entropy(exit_BPV, targets_BP), b["exit_weights"])
+            y_BPD = exit_states(params["exit"], x_exit_BPD)
+            early = head_loss(policy, y_BPD, targets_BP, b["exit_weights"], loss_chunk)
         return main + exit_weight * early, {"train/main_loss": main, "train/exit_loss": early}
 
     return Objective(prepare, loss)
+
+
+def head_loss(model: Any, y_BSD: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, chunk: int) -> jax.Array:
+    """The weighted sum of the cross-entropy of the model's head on normalised states, nats; `chunk` positions at a
+    time, or as many as divide their number."""
+    head_DV = head_matrix(model).astype(y_BSD.dtype)
+    length = y_BSD.shape[1]
+    return chunked_cross_entropy(y_BSD, head_DV, targets_BS, weights_BS, math.gcd(chunk, length) if chunk else length)
 
 
 def _strided(x: jax.Array, offset: jax.Array, stride: int) -> jax.Array:
