@@ -23,6 +23,7 @@ from tlt_jax.models.decode_view import DecodeView, decode_view
 from tlt_jax.models.heads import ShallowExit
 from tlt_jax.models.transformer import ModelShape, Transformer
 from tlt_jax.parallel.hosts import put, to_host
+from tlt_jax.parallel.programs import Program
 from tlt_jax.parallel.sharding import RULES
 
 
@@ -81,9 +82,8 @@ class Engine:
         row = NamedSharding(mesh, P(RULES["batch"]))
         self._view = jax.jit(partial(decode_view, dtype=dtype))
         self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=row)
-        self._block = jax.jit(
-            partial(decode_block, spec=draft, verifies=block_verifies), donate_argnums=2, out_shardings=row
-        )
+        block = partial(decode_block, spec=draft, verifies=block_verifies)
+        self.block = Program("decode block", jax.jit(block, donate_argnums=2, out_shardings=row))
         self._empty = jax.jit(partial(empty_slots, shape, self.slots, max_prompt + max_new, dtype), out_shardings=row)
         self._row = row
         self.reset()
@@ -126,7 +126,7 @@ class Engine:
 
     def step(self, view: DecodeView, exit: ShallowExit) -> dict[int, dict[str, np.ndarray]]:
         """Runs one compiled block. Returns the finished sequences by id, and frees their slots."""
-        self._state = self._block(view, exit, self._state, self._eos)
+        self._state = self.block(view, exit, self._state, self._eos)
         done = to_host(self._state.done_B)
         finished = [slot for slot, owner in enumerate(self._owner) if owner is not None and done[slot]]
         if not finished:

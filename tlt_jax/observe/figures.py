@@ -55,6 +55,8 @@ CHARTS = (
         (("train/tokens_per_second", "training"), ("rollout/tokens_per_second", "rollout")),
         minor=True,
     ),
+    Chart("Model FLOPs utilisation", (("train/mfu", "of the devices' peak"),), minor=True),
+    Chart("Waiting for data", (("train/data_wait_fraction", "of the time"),), minor=True),
     Chart("Gradient norm", (("train/grad_norm", "norm"),), minor=True),
     Chart("Learning rate", (("train/lr", "rate"),), minor=True, exact=True),
 )

@@ -1,11 +1,14 @@
 """What pretraining and the supervised warm-up share: next-token updates on packed rows from a loader."""
 
+import time
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
 
 from tlt_jax.config.stage_sections import PretrainConfig, WarmupConfig
 from tlt_jax.data import PackedRows, make_loader
+from tlt_jax.observe.utilisation import training_flops
 from tlt_jax.parallel.sharding import batch_part, put_local_batch
 from tlt_jax.stages.loop import Phase, PhaseState, Step
 from tlt_jax.stages.models import Models, by_role, policy_roles, untrained
@@ -44,7 +47,11 @@ class Supervised(Phase):
         )
         self.update = make_update(objective, self.roles, run.mesh, run.config.faults.spike_factor)
         part = batch_part(run.mesh, config.batch_size // config.accumulation)
-        self.loader = make_loader(rows, config.batch_size, config.accumulation, seed, self.section, part)
+        data = run.config.data
+        ahead = data.workers, data.prefetch_factor
+        self.loader = make_loader(rows, config.batch_size, config.accumulation, seed, self.section, part, *ahead)
+        self.flops_per_token = training_flops(shape, data.context_length)
+        self._last: jax.Array | None = None  # of the update before: ready when the devices are done with it
 
     def init(self) -> PhaseState:
         train = new_state(self.roles, by_role(self.models), self.run.mesh)
@@ -59,8 +66,12 @@ class Supervised(Phase):
     def step(self, state: PhaseState, step: Step) -> tuple[PhaseState, dict[str, Any], int]:
         if self.loader.get_state() != state.host["loader"]:
             self.loader.set_state(state.host["loader"])
+        started = time.monotonic()
         with self.run.timed("data"):
             batch = put_local_batch(self.run.mesh, next(self.loader), leading=1)
+        if self._last is None or self._last.is_ready():  # type: ignore[attr-defined]  # else they had work all along
+            self.waited += time.monotonic() - started
         train, metrics = self.update(state.arrays["train"], batch, np.float32(step.progress))
+        self._last = metrics["train/loss"]
         host = {**state.host, "loader": self.loader.get_state()}
         return PhaseState({**state.arrays, "train": train}, host), metrics, batch["tokens"].size

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from tlt_jax.parallel.programs import Program
 from tlt_jax.train.state import Role, TrainState, state_shardings
 
 NORM_MEMORY = 0.95  # weight of the past in the running mean of the gradient's norm
@@ -39,9 +40,7 @@ def normalised(weights: jax.Array) -> jax.Array:
     return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1.0), 0.0)
 
 
-def make_update(
-    objective: Objective, roles: dict[str, Role], mesh: Mesh, spike_factor: float = 0.0
-) -> Callable[[TrainState, Batch, Any], tuple[TrainState, Metrics]]:
+def make_update(objective: Objective, roles: dict[str, Role], mesh: Mesh, spike_factor: float = 0.0) -> Program:
     """update(state, batch, progress) -> (state, metrics). Arrays are [A, b, ...]; progress in [0, 1] sets the rates.
 
     An update whose loss or gradients are not finite, or whose gradient's norm is more than `spike_factor` (0: any)
@@ -70,12 +69,7 @@ def make_update(
         return TrainState(state.step + 1, params, opt, usual_norm), metrics
 
     compiled = jax.jit(update, donate_argnums=0, out_shardings=(state_shardings(roles, mesh), None))
-
-    def in_mesh(state: TrainState, batch: Batch, progress: Any) -> tuple[TrainState, Metrics]:
-        with jax.set_mesh(mesh):
-            return compiled(state, batch, progress)
-
-    return in_mesh
+    return Program("update", compiled, mesh, varies=1)
 
 
 def _judged(loss: jax.Array, grads: Any, usual: jax.Array, spike_factor: float) -> tuple[jax.Array, jax.Array]:
