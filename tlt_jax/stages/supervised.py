@@ -66,12 +66,17 @@ class Supervised(Phase):
     def step(self, state: PhaseState, step: Step) -> tuple[PhaseState, dict[str, Any], int]:
         if self.loader.get_state() != state.host["loader"]:
             self.loader.set_state(state.host["loader"])
-        started = time.monotonic()
         with self.run.timed("data"):
-            batch = put_local_batch(self.run.mesh, next(self.loader), leading=1)
-        if self._last is None or self._last.is_ready():  # type: ignore[attr-defined]  # else they had work all along
-            self.waited += time.monotonic() - started
+            batch = put_local_batch(self.run.mesh, self._next(), leading=1)
         train, metrics = self.update(state.arrays["train"], batch, np.float32(step.progress))
         self._last = metrics["train/loss"]
         host = {**state.host, "loader": self.loader.get_state()}
         return PhaseState({**state.arrays, "train": train}, host), metrics, batch["tokens"].size
+
+    def _next(self) -> dict[str, np.ndarray]:
+        """The next batch. To wait for it counts where the devices have run out of work by the time that it comes."""
+        started = time.monotonic()
+        batch = next(self.loader)
+        if self._last is None or self._last.is_ready():  # type: ignore[attr-defined]
+            self.waited += time.monotonic() - started
+        return batch
