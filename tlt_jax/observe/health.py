@@ -45,7 +45,7 @@ def loss_not_falling(losses: Sequence[float]) -> str | None:
     """From the losses of a phase's steps so far: whether it is clear that over their second half the loss has fallen
     by less than `LOSS_FALL` of itself.
 
-    The fall is from the median of the half's first third to that of its last. It is clear if that, and twice its
+    The fall is from the median of the half's first third to that of its last. It is clear if that, and three times its
     standard error on top, is still less. The noise of a step is taken from successive differences, which a trend
     hardly changes; so a noisy loss needs more steps to be judged, and a long phase is judged over a long way.
     """
@@ -57,7 +57,7 @@ def loss_not_falling(losses: Sequence[float]) -> str | None:
     steps = [abs(after - before) for before, after in pairwise(sound)]
     noise = median(steps) / (0.6745 * math.sqrt(2.0))  # of normal noise, its standard deviation
     error = 1.2533 * noise * math.sqrt(2.0 / third)  # a median's is 1.2533 times a mean's
-    if first - last + 2.0 * error >= LOSS_FALL * abs(first):
+    if first - last + 3.0 * error >= LOSS_FALL * abs(first):
         return None
     return (
         f"{first:.4g} to {last:.4g} over the last {len(losses) - len(losses) // 2} steps; a larger `learning_rate`,"

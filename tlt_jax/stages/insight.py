@@ -32,6 +32,7 @@ class Insight:
         self.compiled: list[tuple[int, float]] = []
         self.steps = 0
         self.record = run.results[-1]
+        self.hints: list[dict[str, str]] = self.record.setdefault("health", [])
         self.buffers = largest_buffers(arrays)
         self.peak = 0.0
         if phase.flops_per_token:
@@ -99,10 +100,9 @@ class Insight:
         self._hint(health.MEMORY, health.memory_bound(needed, memory_limit(), largest[:LARGEST]))
 
     def _hint(self, name: str, text: str | None) -> None:
-        given = self.record.setdefault("health", [])
-        if text is None or not self.run.main or name in [hint["name"] for hint in given]:
+        if text is None or not self.run.main or name in [hint["name"] for hint in self.hints]:
             return
-        given.append({"name": name, "text": text})
+        self.hints.append({"name": name, "text": text})
         log.warning("%s %s: %s: %s", self.phase.stage, self.phase.name, name, text)
 
     def _losses_before(self) -> list[float]:
