@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from tlt_jax.config import Config, base, run_sections, schema, stage_sections
+from tlt_jax.config import Config, ConfigError, base, load_config, run_sections, schema, stage_sections
 from tlt_jax.config.load import all_keys
 
 PACKAGE = Path(schema.__file__).parents[1]
@@ -106,3 +106,12 @@ def test_every_stage_has_a_share_and_a_section():
     for stage in typing.get_args(base.Stage):
         assert stage in run_sections.BudgetConfig.model_fields
         assert stage in Config.model_fields
+
+
+def test_steps_to_profile_are_read_as_they_are_written():
+    assert load_config(None, ["profile.steps=10:15"]).profile.span == (10, 15)  # which YAML 1.1 takes for 615
+    assert load_config(None, ["profile.steps=7:7"]).profile.span == (7, 7)
+    assert load_config(None, []).profile.span is None
+    for wrong in ("15:10", "0:3", "10", "10-15", "1:2:3", "first:last"):
+        with pytest.raises(ConfigError, match=rf"`profile.steps`: is '?{wrong}'?; expected"):
+            load_config(None, [f"profile.steps={wrong}"])

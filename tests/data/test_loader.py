@@ -7,7 +7,7 @@ import pytest
 
 from tlt_jax.config import ConfigError
 from tlt_jax.data.loader import held_out_batches, make_loader
-from tlt_jax.data.packing import pack_documents
+from tlt_jax.data.packing import ROW_FIELDS, PackedRows, pack_documents
 
 
 def rows_of(count, length=4):
@@ -112,3 +112,35 @@ def test_a_place_in_the_data_holds_for_another_number_of_parts():
     for _ in range(7):
         next(fresh)
     assert [names(next(whole)) for _ in range(3)] == [names(next(fresh)) for _ in range(3)]
+
+
+@pytest.mark.parametrize(("workers", "factor"), [(1, 1), (1, 2), (3, 2)])
+def test_reading_ahead_changes_neither_order_nor_place(workers, factor):
+    def loader(workers=0, factor=1):
+        return make_loader(rows_of(11), 4, 2, seed=5, workers=workers, prefetch_factor=factor)
+
+    plain, ahead = loader(), loader(workers, factor)
+    places = []
+    for _ in range(9):  # over epochs' ends
+        places.append(json.loads(json.dumps(plain.get_state())))
+        assert ahead.get_state() == places[-1]
+        expected, found = next(plain), next(ahead)
+        assert all(np.array_equal(expected[name], found[name]) for name in expected)
+    ahead.set_state(places[3])  # back, while batches are held ready
+    fresh = loader(2, 3)
+    fresh.set_state(places[3])
+    plain.set_state(places[3])
+    for _ in range(5):
+        expected = names(next(plain))
+        assert names(next(ahead)) == names(next(fresh)) == expected
+
+
+def test_an_error_in_a_row_is_not_lost_in_a_thread():
+    class Broken(PackedRows):
+        def __getitem__(self, index):
+            raise OSError("the disk is gone")
+
+    rows = rows_of(5)
+    broken = Broken(**{name: getattr(rows, name) for name in ROW_FIELDS})
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(make_loader(broken, 2, 1, 0, workers=2, prefetch_factor=2))

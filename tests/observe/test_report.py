@@ -238,6 +238,35 @@ def test_latest_look_stands_in_for_a_missing_after(tmp_path):
     assert "(empty)" in page_of(folder).text
 
 
+def test_hints_and_compiled_steps_are_shown(tmp_path):
+    folder = make_run(tmp_path / "run", PHASES[:2])
+    results = json.loads((folder / "results.json").read_text())
+    sizes = {"arguments": 1536.0, "temporaries": 3 * 2**20, "output": None, "aliased": 0.0}
+    results["phases"][0] |= {
+        "health": [{"name": "input-bound", "text": "<i>slow</i>"}],
+        "programs": [{"name": "update", "shape": "1 x 4 x 128", "flops": 182_612_832.0, **sizes}],
+        "buffers": [{"name": "train/w", "bytes": 2048.0}],
+    }
+    write_json(folder / "results.json", results)
+    text = " ".join(page_of(folder).text.split())
+    assert "Pretrain: input-bound: <i>slow</i>." in text and "Nothing was found" not in text
+    assert "update, 1 x 4 x 128182.61 M1.500 KiB3 MiB–0 B" in text and "Pretrain: train/w 2 KiB" in text
+    results["phases"][0]["health"] = []
+    write_json(folder / "results.json", results)
+    assert "Nothing was found" in page_of(folder).text
+
+
+@pytest.mark.parametrize(
+    "damage", [{"health": 5}, {"health": ["x"]}, {"programs": [{"name": "u", "flops": "x"}]}, {"buffers": [{}]}]
+)
+def test_what_is_not_as_a_run_writes_it_is_left_out(tmp_path, damage):
+    folder = make_run(tmp_path / "run", PHASES[:2])
+    results = json.loads((folder / "results.json").read_text())
+    results["phases"][0] |= damage
+    write_json(folder / "results.json", results)
+    assert "results.json: 1 entries hold values of another kind" in page_of(folder).text
+
+
 def test_values_as_written():
     assert show_value("eval/valid_fraction", 0.4567) == "45.7%" and show_value("eval/loss", None) == "–"
     assert show_change("eval/valid_fraction", 0.25, 0.5) == "+25.0 pts"

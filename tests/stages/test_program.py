@@ -1,5 +1,6 @@
 """The main job from outside: what it leaves, killed and resumed, interrupted, refused."""
 
+import gzip
 import json
 import re
 import shutil
@@ -10,17 +11,20 @@ import time
 from pathlib import Path
 
 import pytest
+from jax.profiler import ProfileData
 from safetensors.numpy import load_file
 from support import program
+
+from tlt_jax.observe.trace_names import PERFETTO, operation_names
 
 STEPS = 20
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    """A folder in which the tiny config ran to its end without a break."""
+    """A folder in which the tiny config ran to its end without a break; two steps of the group policy were traced."""
     folder = tmp_path_factory.mktemp("finished")
-    program.run(folder)
+    program.run(folder, "profile.steps=12:13")
     return folder
 
 
@@ -96,11 +100,45 @@ def test_the_policy_starts_at_its_reference(finished):
     assert abs(first["rl/approx_kl"]) < 1e-3
 
 
+def test_the_trace_opens_and_holds_the_named_scopes(finished):
+    """In the programs that xprof reads, and on the slices that Perfetto shows."""
+    (planes,) = (finished / "runs/tiny/profile").glob("plugins/profile/*/*.xplane.pb")
+    assert "/host:CPU" in [plane.name for plane in ProfileData.from_file(str(planes)).planes]
+    scopes = " ".join(operation_names(planes.read_bytes()).values())
+    events = json.loads(gzip.decompress(planes.with_name(PERFETTO).read_bytes()))["traceEvents"]
+    slices = " ".join({event["args"]["scope"] for event in events if "scope" in event.get("args", {})})
+    for scope in ("attention", "mlp", "loss", "optimizer", "draft", "verify"):
+        assert scope in scopes and scope in slices, scope
+    steps = [event["args"]["step_num"] for event in events if event.get("name") == "step"]
+    assert steps == ["12", "13"]
+    assert (finished / "runs/tiny/profile/device_memory.prof").stat().st_size
+
+
+def test_a_healthy_run_gets_no_hints_and_says_what_it_compiled(finished):
+    found = program.results(finished)
+    assert [phase["health"] for phase in found["phases"]] == [[]] * 5
+    assert "measured by a bare matmul" in found["facts"]["peak"]
+    first = {entry["name"]: entry for entry in found["phases"][0]["programs"]}
+    assert set(first) == {"update", "decode block"} and first["update"]["shape"] == "1 x 4 x 128"
+    assert all(entry[figure] > 0 for entry in first.values() for figure in ("flops", "arguments", "temporaries"))
+    assert all(
+        [entry["name"] for entry in phase["programs"]].count("decode block") == 0 for phase in found["phases"][1:]
+    )
+    assert found["phases"][0]["buffers"][0] == {"name": "train/params/policy/embedding", "bytes": 512 * 32 * 4}
+    page = (finished / "runs/tiny/report.html").read_text()
+    for words in ("Nothing was found", "Compiled steps", "update, 1 x 4 x 128", "train/params/policy/embedding 64 KiB"):
+        assert words in page
+    supervised = [row for row in program.rows(finished) if row["phase"] in ("pretrain", "warmup")]
+    assert all(0 < row["train/mfu"] < 1 and 0 <= row["train/data_wait_fraction"] <= 1 for row in supervised)
+    ratios = [row["train/tokens_per_second"] / row["train/mfu"] for row in supervised]
+    assert max(ratios) == pytest.approx(min(ratios))  # the peak over the FLOPs of a token
+
+
 def test_a_finished_run_says_so_and_exits_0(finished):
     before = program.parameters(finished)
     text = program.run(finished, "sampling.temperature=0.5")
     assert "this run is finished" in text
-    assert "the config differs from the one this run began with, in: sampling.temperature" in text
+    assert "the config differs from the one this run began with, in: profile.steps, sampling.temperature" in text
     assert "began with other data" in program.run(finished, "run.seed=3", code=2)
     assert program.parameters(finished) == before
     assert len(program.rows(finished)) == STEPS

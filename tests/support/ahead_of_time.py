@@ -24,7 +24,7 @@ from tlt_jax.parallel.mesh import compute_dtype, make_mesh
 from tlt_jax.parallel.sharding import abstract, batch_sharding
 from tlt_jax.stages.memory import memory
 from tlt_jax.stages.models import model_shape, shallow_exit, transformer
-from tlt_jax.stages.programs import Program, group_policy_program, supervised_program
+from tlt_jax.stages.training import Training, group_policy_training, supervised_training
 from tlt_jax.train.state import Role
 
 
@@ -33,7 +33,7 @@ def batch(mesh: Mesh, names: dict[str, Any], shape: tuple[int, int, int]) -> dic
     return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in names.items()}
 
 
-def training(program: Program, rows: dict[str, Any]) -> dict[str, Any]:
+def training(program: Training, rows: dict[str, Any]) -> dict[str, Any]:
     state = program.abstract_state()
     compiled = program.update().lower(state, rows, np.float32(0.5)).compile()
     after = flatten(compiled.output_shardings[0])
@@ -92,8 +92,8 @@ def main(config: Config, devices: Any, vocab: int) -> dict[str, Any]:
     rollouts = batch(mesh, ints | floats, (policy.accumulation, sequences, whole))
     return {
         "planned": memory(config, shape, mesh, compute_dtype(config.device)),
-        "pretrain": training(supervised_program(config, pretrain, shape, mesh), supervised),
-        "policy": training(group_policy_program(config, shape, mesh), rollouts),
+        "pretrain": training(supervised_training(config, pretrain, shape, mesh), supervised),
+        "policy": training(group_policy_training(config, shape, mesh), rollouts),
         "block": decoding(config, mesh, vocab),
     }
 

@@ -88,5 +88,9 @@ class DataConfig(Section):
     tasks: TasksConfig = TasksConfig()
     context_length: int = Field(128, ge=8, le=LARGEST_INT, description="tokens in a packed training row")
     held_out_fraction: float = Field(0.05, gt=0.0, lt=1.0, description="share of the files kept for evaluation")
+    workers: int = Field(
+        1, ge=0, le=256, description="threads that read batches ahead; 0: the step reads its own. The order is the same"
+    )
+    prefetch_factor: int = Field(2, ge=1, le=1024, description="batches held ready for each of `workers`")
     max_documents: PositiveInt | None = Field(None, description="use at most so many documents, chosen by the seed")
     cache_dir: PathText = Field("~/.cache/tlt_jax/data", description="folder of prepared data, one entry a digest")

@@ -27,12 +27,14 @@ class ConfigError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which `1e-4` is a number, `off` and `2026-11-30` are strings, unlike in YAML 1.1, and a key stands
-    once."""
+    """Safe YAML in which `1e-4` is a number, `off`, `10:15` and `2026-11-30` are strings, unlike in YAML 1.1, and a key
+    stands once."""
 
 
+# Before the others, of which the first that fits decides: YAML 1.1 counts `10:15` in sixties.
+_with_colons = ("tag:yaml.org,2002:str", re.compile(r"^[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?$"))
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":timestamp"))]
+    first: [_with_colons, *((tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":timestamp")))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(

@@ -1,4 +1,4 @@
-"""The sections on the run itself: its directory, its budget, what it keeps, and what it does about faults."""
+"""The sections on the run itself: its directory, its budget, what it keeps and traces, what it does about faults."""
 
 import re
 from typing import Literal
@@ -75,3 +75,31 @@ class FaultsConfig(Section):
         8, description="steps skipped in a row before the phase goes back to its newest checkpoint and skips their data"
     )
     stop_after: int = Field(3, ge=0, le=LARGEST_INT, description="such returns of a phase before the run stops instead")
+
+
+class ProfileConfig(Section):
+    """What is traced, into the folder `profile` of the run directory."""
+
+    steps: str | None = Field(
+        None,
+        description="FIRST:LAST, steps of the whole run as metrics.jsonl counts them, both traced; null: none",
+    )
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _steps(cls, steps: object) -> object:
+        if steps is None:
+            return None
+        if not isinstance(steps, str) or not re.fullmatch(r"\d{1,9}:\d{1,9}", steps):
+            raise ValueError(f"is {steps!r}; expected FIRST:LAST, two steps of the run, as 10:15")
+        if not 1 <= int(steps.split(":")[0]) <= int(steps.split(":")[1]):
+            raise ValueError(f"is {steps!r}; expected a FIRST of 1 or more, and a LAST not before it")
+        return steps
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """(FIRST, LAST), or None where nothing is traced."""
+        if self.steps is None:
+            return None
+        first, last = self.steps.split(":")
+        return int(first), int(last)

@@ -16,11 +16,20 @@ Batch = dict[str, np.ndarray]
 
 class Loader:
     """An endless iterator of updates' batches; its state is exact to the sample, at any step, for any number of parts:
-    together they are the rows that a single process would take.
+    together they are the rows that a single process would take. Threads that read ahead change neither the order nor
+    the state, which counts what was handed out.
     """
 
     def __init__(
-        self, rows: PackedRows, batch_size: int, accumulation: int, seed: int, section: str, part: tuple[int, int]
+        self,
+        rows: PackedRows,
+        batch_size: int,
+        accumulation: int,
+        seed: int,
+        section: str,
+        part: tuple[int, int],
+        workers: int,
+        prefetch_factor: int,
     ):
         import grain  # takes a while: not paid by whoever loads no data
 
@@ -33,7 +42,8 @@ class Loader:
         dataset = grain.MapDataset.source(rows).seed(seed).shuffle().repeat()
         index, parts = part
         dataset = dataset[index::parts].batch(batch_size // parts, drop_remainder=True)
-        self._iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+        ahead = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=workers * prefetch_factor)
+        self._iterator = iter(dataset.to_iter_dataset(ahead))
 
     def __iter__(self) -> "Loader":
         return self
@@ -63,11 +73,14 @@ def make_loader(
     seed: int,
     section: str = "pretrain",
     part: tuple[int, int] = (0, 1),
+    workers: int = 0,
+    prefetch_factor: int = 1,
 ) -> Loader:
     """An iterator of dicts of [A, B / P, S] arrays with A * B = batch_size; every epoch in another order that the seed
     fixes. `section` is the config's that gives the sizes, for messages; `part` (which, of P) is this process's.
+    `workers` threads read up to `prefetch_factor` batches each ahead; without any, a batch is read as it is asked for.
     """
-    return Loader(rows, batch_size, accumulation, seed, section, part)
+    return Loader(rows, batch_size, accumulation, seed, section, part, workers, prefetch_factor)
 
 
 def held_out_batches(rows: PackedRows, batch_size: int, limit: int | None = None) -> Iterator[Batch]:

@@ -22,6 +22,7 @@ from tlt_jax.models.decode_view import DecodeView, decode_view, view_shardings
 from tlt_jax.models.heads import ShallowExit
 from tlt_jax.models.transformer import ModelShape, Transformer
 from tlt_jax.parallel.hosts import put, to_host
+from tlt_jax.parallel.programs import Program
 from tlt_jax.parallel.sharding import abstract, batch_sharding
 
 
@@ -80,9 +81,8 @@ class Engine:
         self._slots_lie = slots_lie = slot_shardings(shape, mesh)
         self._view = jax.jit(partial(decode_view, dtype=dtype), out_shardings=view_shardings(shape, mesh))
         self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=slots_lie)
-        self._block = jax.jit(
-            partial(decode_block, spec=draft, verifies=block_verifies), donate_argnums=2, out_shardings=slots_lie
-        )
+        block = partial(decode_block, spec=draft, verifies=block_verifies)
+        self.block = Program("decode block", jax.jit(block, donate_argnums=2, out_shardings=slots_lie), mesh)
         empty = partial(empty_slots, shape, self.slots, max_prompt + max_new, dtype)
         self._empty = jax.jit(empty, out_shardings=slots_lie)
         self._row = batch_sharding(mesh)
@@ -129,7 +129,7 @@ class Engine:
     def step(self, view: DecodeView, exit: ShallowExit) -> dict[int, dict[str, np.ndarray]]:
         """Runs one compiled block. Returns the finished sequences by id, and frees their slots."""
         assert self._state is not None, "nothing was admitted"
-        self._state = self._block(view, exit, self._state, self._eos)
+        self._state = self.block(view, exit, self._state, self._eos)
         done = to_host(self._state.done_B)
         finished = [slot for slot, owner in enumerate(self._owner) if owner is not None and done[slot]]
         if not finished:
@@ -146,8 +146,7 @@ class Engine:
     def lower_block(self, view: DecodeView, exit: ShallowExit) -> jax.stages.Lowered:
         """The compiled block for a view and an exit of these shapes and shardings, which may be abstract."""
         slots = abstract(jax.eval_shape(self._empty), self._slots_lie)
-        with jax.set_mesh(self.mesh):
-            return self._block.lower(view, exit, slots, self._eos)
+        return self.block.lower(view, exit, slots, self._eos)
 
     def run(self, view: DecodeView, exit: ShallowExit, requests: Sequence[Request]) -> Rollout:
         """Completes every request; a finished slot takes the next prompt. The rollout is in the requests' order."""

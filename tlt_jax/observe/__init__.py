@@ -1,6 +1,7 @@
 """What a run leaves behind: metrics, samples, logs, progress in the terminal, trackers, and the report.
 
-No module here imports JAX or, at module level, matplotlib or a tracker's library: the report verb answers at once.
+Nothing imported here imports JAX or, at module level, matplotlib or a tracker's library: the report verb answers at
+once. What needs JAX (profile, utilisation) is imported from its own module.
 """
 
 from tlt_jax.observe.files import read_json, sweep_temporary, to_json, write_json, write_text_atomically

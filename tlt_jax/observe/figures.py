@@ -55,6 +55,8 @@ CHARTS = (
         (("train/tokens_per_second", "training"), ("rollout/tokens_per_second", "rollout")),
         minor=True,
     ),
+    Chart("Model FLOPs utilisation", (("train/mfu", "of the devices' peak"),), minor=True),
+    Chart("Waiting for data", (("train/data_wait_fraction", "of the time"),), minor=True),
     Chart("Gradient norm", (("train/grad_norm", "norm"),), minor=True),
     Chart("Learning rate", (("train/lr", "rate"),), minor=True, exact=True),
 )
@@ -142,3 +144,13 @@ def show_count(value: float | None) -> str:
         if abs(value) >= limit:
             return f"{value / limit:.2f} {word}"
     return f"{value:,.0f}"
+
+
+def show_size(size: float | None) -> str:
+    """Bytes as KiB, MiB or GiB."""
+    if size is None:
+        return "–"
+    for limit, word in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= limit:
+            return f"{show_number(size / limit)} {word}"
+    return f"{size:,.0f} B"

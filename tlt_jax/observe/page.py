@@ -1,16 +1,16 @@
 """report.html from the figures of a report: one file, no scripts, nothing fetched.
 
-Every text that comes from data passes `escape`, which also makes hidden characters visible: a completion must be
-able neither to become markup nor to hide.
+Every text that comes from data passes `escape`.
 """
 
-import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from tlt_jax.observe.figures import show_change, show_count, show_number, show_seconds, show_value
+from tlt_jax.observe.markup import cells, escape
+from tlt_jax.observe.page_insight import health_section, programs_section
 from tlt_jax.observe.plots import Series, curve_svg
 from tlt_jax.observe.style import CSS
 
@@ -29,6 +29,7 @@ FACT_LABELS = {
     "device_count": "Devices",
     "mesh": "Mesh",
     "parameters": "Parameters",
+    "peak": "Peak for utilisation",
     "versions": "Versions",
     "python": "Python",
     "started": "Started",
@@ -39,13 +40,10 @@ FACT_LABELS = {
     "evaluation_decoding": "Evaluation",
     "budget": "Budget",
     "data": "Data",
+    "profile": "Trace",
 }
 SAMPLES_OPEN = 2  # prompts a phase that are not folded away
 LEGEND_DASHES = ("", "7 3", "2 2", "6 2 2 2", "8 2 2 2 2 2", "4 4")
-# Control characters and those that reorder the text around them, which a page would not show.
-HIDDEN = {code: f"\\x{code:02x}" for code in (*range(32), 127) if chr(code) not in "\n\t"} | {
-    code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
-}
 
 
 def render_page(report: dict[str, Any]) -> str:
@@ -55,8 +53,10 @@ def render_page(report: dict[str, Any]) -> str:
         _header(report),
         _figures(report["key_figures"]),
         _facts(report["facts"]),
+        health_section(phases),
         *(_phase(phase) for phase in phases),
         _time(phases, report["time"]),
+        programs_section(phases),
         _all_metrics(phases),
         _notes(report),
     ]
@@ -68,19 +68,16 @@ def render_page(report: dict[str, Any]) -> str:
     return head + "\n".join(part for part in body if part) + "\n</body>\n</html>\n"
 
 
-def escape(text: Any) -> str:
-    """Text from data as HTML: escaped, characters that no page shows as their codes, lone surrogates replaced."""
-    clean = str(text).replace("\r\n", "\n").translate(HIDDEN).encode("utf-8", "replace").decode("utf-8")
-    return html.escape(clean, quote=True)
-
-
 def _header(report: dict[str, Any]) -> str:
     phases = report["phases"]
     seconds = sum(phase["seconds"] or 0.0 for phase in phases)
     steps = sum(phase["steps"] or 0 for phase in phases)
     said = [f"{len(phases)} phase{'s' if len(phases) != 1 else ''}", f"{steps:,} steps", show_seconds(seconds)]
     links = [(f"#{_anchor(phase)}", phase["label"]) for phase in phases]
-    links = [("#setup", "Setup"), *links, ("#time", "Time"), ("#metrics", "All metrics"), ("#notes", "Notes")]
+    compiled = [("#programs", "Compiled steps")] if any(phase["programs"] for phase in phases) else []
+    last = [("#time", "Time"), *compiled, ("#metrics", "All metrics"), ("#notes", "Notes")]
+    health = [("#health", "Health")] if any(phase["health"] is not None for phase in phases) else []
+    links = [("#setup", "Setup"), *health, *links, *last]
     nav = "".join(f'<a href="{escape(target)}">{escape(label)}</a>' for target, label in links)
     return (
         f'<header><div class="over">Training report</div><h1>{escape(report["name"])}</h1>'
@@ -264,19 +261,19 @@ def _time_table(phases: list[dict[str, Any]], total: dict[str, float], kinds: Se
     head = "".join(f'<th scope="col" class="n">{escape(kind)}</th>' for kind in kinds)
     rows = [
         f'<tr><th scope="row">{escape(phase["label"])}</th>'
-        + _cells(show_seconds(_times(phase).get(kind) or None) for kind in kinds)
-        + _cells([show_seconds(sum(_times(phase).values()))])
+        + cells(show_seconds(_times(phase).get(kind) or None) for kind in kinds)
+        + cells([show_seconds(sum(_times(phase).values()))])
         + "</tr>"
         for phase in phases
     ]
     everything = sum(total.values())
     rows.append(
         '<tr><th scope="row">All</th>'
-        + _cells(show_seconds(total[kind]) for kind in kinds)
-        + _cells([show_seconds(everything)])
+        + cells(show_seconds(total[kind]) for kind in kinds)
+        + cells([show_seconds(everything)])
         + '</tr><tr class="sum"><th scope="row">Share</th>'
-        + _cells(f"{100 * total[kind] / everything:.1f}%" for kind in kinds)
-        + _cells(["100%"])
+        + cells(f"{100 * total[kind] / everything:.1f}%" for kind in kinds)
+        + cells(["100%"])
         + "</tr>"
     )
     return (
@@ -293,10 +290,6 @@ def _colour(kind: str) -> str:
     return f"var(--c{KIND_COLOURS.get(kind, 0)})"
 
 
-def _cells(texts: Iterable[str]) -> str:
-    return "".join(f'<td class="n">{escape(text)}</td>' for text in texts)
-
-
 def _all_metrics(phases: list[dict[str, Any]]) -> str:
     """Every metric measured before and after a phase, with its change."""
     groups = []
@@ -305,7 +298,7 @@ def _all_metrics(phases: list[dict[str, Any]]) -> str:
         names = list(dict.fromkeys([*before, *after]))
         rows = "".join(
             f'<tr><th scope="row">{escape(name).replace("_", "_<wbr>")}</th>'
-            + _cells(
+            + cells(
                 [
                     _measured(name, before),
                     _measured(name, after),

@@ -100,7 +100,27 @@ def _is_record(entry: Any) -> bool:
     if not isinstance(entry, dict) or not _is_named(entry):
         return False
     parts = [entry[name] for name in ("before", "after", "time") if entry.get(name) is not None]
-    return all(map(_numbers, parts)) and _numbers({name: entry.get(name) for name in ("steps", "tokens", "seconds")})
+    return (
+        all(map(_numbers, parts))
+        and _is_insight(entry)
+        and _numbers({name: entry.get(name) for name in ("steps", "tokens", "seconds")})
+    )
+
+
+def _is_insight(entry: Row) -> bool:
+    """Whether the lists on health, compiled programs and buffers, where there are any, hold what they should."""
+    texts = {"health": ("name", "text"), "programs": ("name",), "buffers": ("name",)}
+    numbers = {"programs": ("flops", "arguments", "temporaries", "output", "aliased"), "buffers": ("bytes",)}
+    for field, names in texts.items():
+        items = [] if entry.get(field) is None else entry[field]
+        if not isinstance(items, list):
+            return False
+        for item in items:
+            if not isinstance(item, dict) or not all(isinstance(item.get(name), str) for name in names):
+                return False
+            if not _numbers({name: item.get(name) for name in numbers.get(field, ())}):
+                return False
+    return True
 
 
 def _is_named(entry: Row) -> bool:

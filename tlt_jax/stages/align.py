@@ -16,10 +16,10 @@ from tlt_jax.rl.rewards import quality
 from tlt_jax.stages.evaluate import evaluate_completions
 from tlt_jax.stages.loop import Phase, PhaseState, Step, models_of, run_phase
 from tlt_jax.stages.models import Models, by_role, untrained
-from tlt_jax.stages.programs import ppo_program
 from tlt_jax.stages.reward_model import RewardModel, scaled
 from tlt_jax.stages.rollouts import Sampler, by_batches, request_seeds, segments
 from tlt_jax.stages.run import Run
+from tlt_jax.stages.training import ppo_training
 from tlt_jax.stages.updates import kl_metrics, rollout_batch, run_updates
 
 
@@ -37,8 +37,8 @@ class PPO(Phase):
             config.eval_every,
             reward,
         )
-        program = ppo_program(run.config, models.policy.shape, run.mesh)
-        self.roles, self.new_state, self.update = program.roles, program.new_state, program.update()
+        training = ppo_training(run.config, models.policy.shape, run.mesh)
+        self.roles, self.new_state, self.update = training.roles, training.new_state, training.update()
         self._judge = jax.jit(partial(_judge, temperature=run.config.sampling.temperature, dtype=run.dtype))
 
     def init(self) -> PhaseState:

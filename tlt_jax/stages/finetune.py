@@ -13,10 +13,10 @@ from tlt_jax.rl.rewards import score_groups
 from tlt_jax.stages.evaluate import HeldOutLoss, evaluate_completions
 from tlt_jax.stages.loop import Phase, PhaseState, Step, models_of, run_phase
 from tlt_jax.stages.models import Models, by_role, untrained
-from tlt_jax.stages.programs import group_policy_program
 from tlt_jax.stages.rollouts import Sampler, request_seeds
 from tlt_jax.stages.run import Run
 from tlt_jax.stages.supervised import Supervised
+from tlt_jax.stages.training import group_policy_training
 from tlt_jax.stages.updates import kl_metrics, rollout_batch, run_updates
 
 
@@ -58,8 +58,8 @@ class GroupPolicy(Phase):
     def __init__(self, run: Run, models: Models, sampler: Sampler):
         self.config = config = run.config.finetune.policy
         self.run, self.models, self.sampler, self.eval_every = run, models, sampler, config.eval_every
-        program = group_policy_program(run.config, models.policy.shape, run.mesh)
-        self.roles, self.new_state, self.update = program.roles, program.new_state, program.update()
+        training = group_policy_training(run.config, models.policy.shape, run.mesh)
+        self.roles, self.new_state, self.update = training.roles, training.new_state, training.update()
         self.lengths = np.array([len(c) for c in run.corpus.train_tasks.completions])
 
     def init(self) -> PhaseState:

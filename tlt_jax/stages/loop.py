@@ -13,8 +13,11 @@ from tlt_jax.config.base import Stage
 from tlt_jax.models.declare import flatten, unflatten
 from tlt_jax.observe.figures import show_value
 from tlt_jax.parallel.hosts import to_host
+from tlt_jax.parallel.programs import Program
 from tlt_jax.stages.budget import Budget, Spent, phase_budget
+from tlt_jax.stages.insight import Insight
 from tlt_jax.stages.models import Models
+from tlt_jax.stages.rollouts import Sampler
 from tlt_jax.stages.run import PHASES, Run
 
 log = logging.getLogger("tlt_jax")
@@ -44,6 +47,10 @@ class Phase(ABC):
     name: ClassVar[str]
     eval_every: int
     end: float = 1.0
+    update: Program
+    sampler: Sampler
+    flops_per_token: float | None = None  # of a supervised phase: of training, by the model's shape
+    waited: float = 0.0  # of a supervised phase: seconds that the devices waited for data, since the last look
 
     @abstractmethod
     def init(self) -> PhaseState:
@@ -120,6 +127,7 @@ class _PhaseRun:
             with run.timed("prepare"):
                 self.state = phase.prepare(phase.init())
             run.results.append({"stage": phase.stage, "phase": phase.name, "before": self._evaluate("before")})
+        self.insight = Insight(run, phase, self.state.arrays)
         run.document = None  # what it said has been used: later phases start fresh
 
     @property
@@ -146,7 +154,8 @@ class _PhaseRun:
 
     def _one_step(self, progress: float) -> None:
         run, phase, index = self.run, self.phase, self.spent.steps
-        self.state, metrics, tokens = phase.step(self.state, Step(index, progress))
+        with self.insight.step(lambda: self.state.arrays):
+            self.state, metrics, tokens = phase.step(self.state, Step(index, progress))
         run.step += 1
         self.spent.steps += 1
         self.spent.tokens += tokens
@@ -175,12 +184,14 @@ class _PhaseRun:
         now = time.monotonic()
         seconds = max(now - self.last_flush - self.idle, 1e-9)
         speed = sum(tokens for _, _, tokens in self.pending) / seconds
+        rates = {"train/tokens_per_second": speed, **self.insight.rates(speed, seconds)}
         for (row, _, _), metrics in zip(self.pending, fetched, strict=True):
-            row |= {name: float(value) for name, value in metrics.items()} | {"train/tokens_per_second": speed}
+            row |= {name: float(value) for name, value in metrics.items()} | rates
             self.run.metrics.append(row)
             for tracker in self.run.trackers:
                 tracker.log(row["step"], row)
             self._watch(row)
+        self.insight.look([row for row, _, _ in self.pending])
         self.run.progress.update(self.budget.progress(self.spent), row)
         self.pending, self.last_flush, self.idle = [], time.monotonic(), 0.0
 
@@ -276,6 +287,7 @@ class _PhaseRun:
             tokens=self.spent.tokens,
             seconds=self.spent.seconds,
             time=times,
+            **self.insight.figures(),
         )
 
     def _restored(self, document: dict[str, Any]) -> PhaseState:

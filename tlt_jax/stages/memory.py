@@ -2,6 +2,8 @@
 
 import math
 import os
+import resource
+import sys
 
 import jax
 import numpy as np
@@ -51,15 +53,30 @@ def in_words(sizes: dict[str, float]) -> str:
     return f"{said} (activations come on top)"
 
 
+def memory_limit() -> float:
+    """Bytes that each device of this process may take: its own limit, or where it has none, as the CPU, its part of
+    the host's memory, which simulated devices share."""
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
+    return float(limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / jax.local_device_count())
+
+
+def peak_memory() -> float:
+    """The most bytes that were in use at once on a device of this process, or its part of the process's memory where
+    devices do not count (the CPU)."""
+    counted = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
+    if max(counted):
+        return float(max(counted))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak / jax.local_device_count()
+
+
 def check_memory(sizes: dict[str, float]) -> None:
     """Raises ConfigError if `sizes` on every device of this host are more than there is: what cannot be allocated may
     be waited for without end."""
-    device = jax.local_devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
-    here = 1 if limit else jax.local_device_count()  # simulated devices share the host's memory
-    limit = limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if sum(sizes.values()) * here > limit:
+    limit = memory_limit()
+    if sum(sizes.values()) > limit:
         raise ConfigError(
-            f"the run needs more than the {limit / 2**30:,.1f} GiB that are here: {in_words(sizes)}; expected a smaller"
-            " model or batch, fewer `speculation.slots`, or more devices"
+            f"the run needs more than the {limit / 2**30:,.1f} GiB that are here for a device: {in_words(sizes)};"
+            " expected a smaller model or batch, fewer `speculation.slots`, or more devices"
         )

@@ -15,9 +15,9 @@ from tlt_jax.parallel.sharding import put_batch, replicated
 from tlt_jax.rl.objectives import sequence_rewards
 from tlt_jax.stages.loop import Phase, PhaseState, Step
 from tlt_jax.stages.models import Models, by_role
-from tlt_jax.stages.programs import reward_program
 from tlt_jax.stages.rollouts import Sampler, by_batches, real_sequences, request_seeds
 from tlt_jax.stages.run import Run
+from tlt_jax.stages.training import reward_training
 from tlt_jax.stages.updates import microbatches
 from tlt_jax.train.state import Role
 
@@ -40,8 +40,8 @@ class RewardModel(Phase):
         self.config = config = run.config.align.reward_model
         self.run, self.models, self.sampler = run, models, sampler
         self.eval_every, self.end = config.eval_every, config.share
-        program = reward_program(run.config, models.policy.shape, run.mesh)
-        self.roles, self.new_state, self.update = program.roles, program.new_state, program.update()
+        training = reward_training(run.config, models.policy.shape, run.mesh)
+        self.roles, self.new_state, self.update = training.roles, training.new_state, training.update()
         self._rewards = jax.jit(partial(sequence_rewards, dtype=run.dtype))
 
     def init(self) -> PhaseState:

@@ -33,6 +33,7 @@ from tlt_jax.observe import (
     write_json,
     write_text_atomically,
 )
+from tlt_jax.observe.profile import Profiler
 from tlt_jax.parallel.hosts import Company, Together, join
 from tlt_jax.parallel.mesh import check_devices, compute_dtype, make_mesh, set_up_devices
 from tlt_jax.stages.facts import announce, facts_of
@@ -88,6 +89,8 @@ class Run:
         self.step: int = self.document["step"] if self.document else 0
         self.results: list[dict[str, Any]] = self.document["results"] if self.document else []
         self.facts: dict[str, Any] = {}
+        self.profiler = Profiler(config.profile.span if self.main else None, folder / "profile")
+        self.peak_flops: float | None = None  # of all devices, once it is known
         self.shape: ModelShape | None = None
         self.recorded = False
         self.metrics, self.samples = (
@@ -244,6 +247,7 @@ def open_run(config: Config) -> Iterator[Run]:
         stack.enter_context(run.metrics)
         stack.enter_context(run.samples)
         stack.callback(run.close_trackers)
+        stack.enter_context(run.profiler)
         stack.enter_context(_signals(run))
         stack.enter_context(_compile_clock(run))
         run.facts = facts_of(config, run.mesh, run.dtype, corpus)

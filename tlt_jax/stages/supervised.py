@@ -1,17 +1,20 @@
 """What pretraining and the supervised warm-up share: next-token updates on packed rows from a loader."""
 
+import time
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
 
 from tlt_jax.config.stage_sections import PretrainConfig, WarmupConfig
 from tlt_jax.data import PackedRows, make_loader
+from tlt_jax.observe.utilisation import training_flops
 from tlt_jax.parallel.sharding import batch_part, put_local_batch
 from tlt_jax.stages.loop import Phase, PhaseState, Step
 from tlt_jax.stages.models import Models, by_role, untrained
-from tlt_jax.stages.programs import supervised_program
 from tlt_jax.stages.rollouts import Sampler
 from tlt_jax.stages.run import Run
+from tlt_jax.stages.training import supervised_training
 
 
 class Supervised(Phase):
@@ -32,10 +35,14 @@ class Supervised(Phase):
         seed: int,
     ):
         self.run, self.models, self.sampler, self.eval_every = run, models, sampler, config.eval_every
-        program = supervised_program(run.config, config, models.policy.shape, run.mesh)
-        self.roles, self.new_state, self.update = program.roles, program.new_state, program.update()
+        training = supervised_training(run.config, config, models.policy.shape, run.mesh)
+        self.roles, self.new_state, self.update = training.roles, training.new_state, training.update()
         part = batch_part(run.mesh, config.batch_size // config.accumulation)
-        self.loader = make_loader(rows, config.batch_size, config.accumulation, seed, self.section, part)
+        data = run.config.data
+        ahead = data.workers, data.prefetch_factor
+        self.loader = make_loader(rows, config.batch_size, config.accumulation, seed, self.section, part, *ahead)
+        self.flops_per_token = training_flops(models.policy.shape, data.context_length)
+        self._last: jax.Array | None = None  # of the update before: ready when the devices are done with it
 
     def init(self) -> PhaseState:
         train = self.new_state(by_role(self.models))
@@ -51,7 +58,16 @@ class Supervised(Phase):
         if self.loader.get_state() != state.host["loader"]:
             self.loader.set_state(state.host["loader"])
         with self.run.timed("data"):
-            batch = put_local_batch(self.run.mesh, next(self.loader), leading=1)
+            batch = put_local_batch(self.run.mesh, self._next(), leading=1)
         train, metrics = self.update(state.arrays["train"], batch, np.float32(step.progress))
+        self._last = metrics["train/loss"]
         host = {**state.host, "loader": self.loader.get_state()}
         return PhaseState({**state.arrays, "train": train}, host), metrics, batch["tokens"].size
+
+    def _next(self) -> dict[str, np.ndarray]:
+        """The next batch. To wait for it counts where the devices have run out of work by the time that it comes."""
+        started = time.monotonic()
+        batch = next(self.loader)
+        if self._last is None or self._last.is_ready():  # type: ignore[attr-defined]
+            self.waited += time.monotonic() - started
+        return batch

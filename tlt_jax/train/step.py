@@ -14,6 +14,7 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh
 
 from tlt_jax.models.declare import table
+from tlt_jax.parallel.programs import Program
 from tlt_jax.train.precision import FLOAT32, Precision, compute_weights, lowered_once, value_and_grad
 from tlt_jax.train.state import Role, TrainState, state_shardings
 
@@ -42,29 +43,13 @@ def normalised(weights: jax.Array) -> jax.Array:
     return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1.0), 0.0)
 
 
-class Update:
-    """A compiled update step; see `make_update`."""
-
-    def __init__(self, compiled: Any, mesh: Mesh):
-        self._compiled, self._mesh = compiled, mesh
-
-    def __call__(self, state: TrainState, batch: Batch, progress: Any) -> tuple[TrainState, Metrics]:
-        with jax.set_mesh(self._mesh):
-            return self._compiled(state, batch, progress)
-
-    def lower(self, state: TrainState, batch: Batch, progress: Any) -> jax.stages.Lowered:
-        """The step for arrays of these shapes and shardings, which may be abstract, ready to be compiled."""
-        with jax.set_mesh(self._mesh):
-            return self._compiled.lower(state, batch, progress)
-
-
 def make_update(
     objective: Objective,
     roles: dict[str, Role],
     mesh: Mesh,
     spike_factor: float = 0.0,
     precision: Precision = FLOAT32,
-) -> Update:
+) -> Program:
     """update(state, batch, progress) -> (state, metrics). Arrays are [A, b, ...]; progress in [0, 1] sets the rates.
 
     An update whose loss or gradients are not finite, or whose gradient's norm is more than `spike_factor` (0: any)
@@ -100,8 +85,7 @@ def make_update(
         return TrainState(state.step + 1, params, opt, usual_norm, loss_scale), metrics
 
     compiled = jax.jit(update, donate_argnums=0, out_shardings=(state_shardings(roles, mesh, precision), None))
-
-    return Update(compiled, mesh)
+    return Program("update", compiled, mesh, varies=1)
 
 
 def _judged(loss: jax.Array, grads: Any, usual: jax.Array, spike_factor: float) -> tuple[jax.Array, jax.Array]:

@@ -1,6 +1,6 @@
-"""What the phases compile: their roles, objective and update step, from the config and the model's shape alone.
+"""What the phases train, and to what end, from the config and the model's shape alone.
 
-So a program can be looked at, or compiled ahead of time, before there are data or weights.
+So an update step can be looked at, or compiled ahead of time, before there are data or weights.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,17 @@ import jax
 from tlt_jax.config import Config
 from tlt_jax.config.stage_sections import OptimizerConfig, PretrainConfig, WarmupConfig
 from tlt_jax.models.transformer import ModelShape
+from tlt_jax.parallel.programs import Program
 from tlt_jax.rl.objectives import PolicyTerms, policy_objective, reward_objective
 from tlt_jax.stages.models import scalar_head, shallow_exit, transformer
 from tlt_jax.train.losses import next_token_objective
 from tlt_jax.train.precision import Precision, precision_of
 from tlt_jax.train.state import Role, TrainState, abstract_state, new_state
-from tlt_jax.train.step import Objective, Update, make_update
+from tlt_jax.train.step import Objective, make_update
 
 
 @dataclass(frozen=True)
-class Program:
+class Training:
     """A phase's training: what it trains, and to what end."""
 
     roles: dict[str, Role]
@@ -29,7 +30,7 @@ class Program:
     precision: Precision
     spike_factor: float
 
-    def update(self) -> Update:
+    def update(self) -> Program:
         """The update step; it compiles when it is first called, or lowered."""
         return make_update(self.objective, self.roles, self.mesh, self.spike_factor, self.precision)
 
@@ -42,9 +43,9 @@ class Program:
         return abstract_state(self.roles, self.mesh, self.precision)
 
 
-def supervised_program(
+def supervised_training(
     config: Config, section: PretrainConfig | WarmupConfig, shape: ModelShape, mesh: jax.sharding.Mesh
-) -> Program:
+) -> Training:
     """Next-token training of the policy, and of the drafter's exit if it has a loss."""
     precision = precision_of(config.device)
     objective = next_token_objective(
@@ -54,10 +55,10 @@ def supervised_program(
         exit_stride=config.speculation.exit_stride,
         loss_chunk=config.model.loss_chunk,
     )
-    return _program(config, _policy_roles(config, shape, section.optimizer, section.exit_weight), objective, mesh)
+    return _training(config, _policy_roles(config, shape, section.optimizer, section.exit_weight), objective, mesh)
 
 
-def group_policy_program(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Program:
+def group_policy_training(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Training:
     """Group-relative policy optimisation."""
     policy = config.finetune.policy
     terms = PolicyTerms(
@@ -70,10 +71,10 @@ def group_policy_program(config: Config, shape: ModelShape, mesh: jax.sharding.M
         kl_estimator=policy.kl_estimator,
     )
     roles = _policy_roles(config, shape, policy.optimizer, policy.exit_weight)
-    return _program(config, roles, _policy_objective(config, terms), mesh)
+    return _training(config, roles, _policy_objective(config, terms), mesh)
 
 
-def reward_program(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Program:
+def reward_training(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Training:
     """The reward model: a transformer and a scalar head."""
     optimizer = config.align.reward_model.optimizer
     roles = {
@@ -81,10 +82,10 @@ def reward_program(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -
         "reward": Role(scalar_head(shape), optimizer),
     }
     objective = reward_objective(dtype=precision_of(config.device).dtype, remat=config.model.remat)
-    return _program(config, roles, objective, mesh)
+    return _training(config, roles, objective, mesh)
 
 
-def ppo_program(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Program:
+def ppo_training(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Training:
     """Proximal policy optimisation, with its value head."""
     ppo = config.align.ppo
     terms = PolicyTerms(
@@ -98,7 +99,7 @@ def ppo_program(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> P
     )
     roles = _policy_roles(config, shape, ppo.optimizer, ppo.exit_weight)
     roles["value"] = Role(scalar_head(shape), ppo.value_optimizer)
-    return _program(config, roles, _policy_objective(config, terms), mesh)
+    return _training(config, roles, _policy_objective(config, terms), mesh)
 
 
 def _policy_roles(config: Config, shape: ModelShape, policy: OptimizerConfig, exit_weight: float) -> dict[str, Role]:
@@ -112,5 +113,5 @@ def _policy_objective(config: Config, terms: PolicyTerms) -> Objective:
     return policy_objective(terms, dtype=precision_of(config.device).dtype, remat=config.model.remat)
 
 
-def _program(config: Config, roles: dict[str, Role], objective: Objective, mesh: jax.sharding.Mesh) -> Program:
-    return Program(roles, objective, mesh, precision_of(config.device), config.faults.spike_factor)
+def _training(config: Config, roles: dict[str, Role], objective: Objective, mesh: jax.sharding.Mesh) -> Training:
+    return Training(roles, objective, mesh, precision_of(config.device), config.faults.spike_factor)
