@@ -66,7 +66,8 @@ class CheckpointConfig(Section):
 
 
 class FaultsConfig(Section):
-    """What is done about updates that are not finite, or whose gradient is a spike: they are skipped and counted."""
+    """What is done about updates that are not finite, or whose gradient is a spike: they are skipped and counted; and
+    about a loop that is stuck: it is told."""
 
     spike_factor: NonNegativeFloat = Field(
         50.0, description="a gradient norm above so many times its running mean is a spike; 0: none is"
@@ -75,3 +76,8 @@ class FaultsConfig(Section):
         8, description="steps skipped in a row before the phase goes back to its newest checkpoint and skips their data"
     )
     stop_after: int = Field(3, ge=0, le=LARGEST_INT, description="such returns of a phase before the run stops instead")
+    stuck_after: NonNegativeFloat = Field(
+        600.0,
+        description="seconds in which nothing ends before a warning names the phase and what is going on, and log.txt"
+        " gets the stacks of all threads; ten times as many while JAX compiles; 0: never",
+    )

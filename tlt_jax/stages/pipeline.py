@@ -201,7 +201,8 @@ def _finish(run: Run, models: Models) -> None:
         folder, policy, exit = run.folder / "export", host_copy(models.policy), host_copy(models.exit)
         if run.main:
             context = run.config.data.context_length
-            export(folder, models.policy.shape, policy, exit, run.corpus.tokenizer, context)
+            with run.account.on("saving"):
+                export(folder, models.policy.shape, policy, exit, run.corpus.tokenizer, context)
         log.info("exported to %s (loads in transformers)", folder)
     run.facts["finished"] = datetime.now().astimezone().isoformat(timespec="seconds")
     run.write_results(finished=True)
