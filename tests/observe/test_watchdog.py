@@ -29,9 +29,7 @@ def test_it_names_what_is_going_on_once_a_limit():
         kennel.now = 3.0
         with kennel.dog.during("rollout"):
             assert kennel.at(12.9) == []
-            assert kennel.at(13.0) == [
-                "finetune policy is stuck: step 12, rollout for 10 s, and nothing ends"
-            ]
+            assert kennel.at(13.0) == ["finetune policy is stuck: step 12, rollout for 10 s, and nothing ends"]
             assert len(kennel.at(22.9)) == 1
             assert kennel.at(23.0)[1:] == ["finetune policy is stuck: step 12, rollout for 20 s, and nothing ends"]
         assert len(kennel.at(32.9)) == 2  # the rollout has ended at 23

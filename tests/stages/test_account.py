@@ -107,12 +107,18 @@ def test_goodput_is_the_share_that_computed():
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory, compilation_cache):
-    """A run whose third step hangs until the watchdog barks, whose seventh fails, and that goes on to its end."""
+    """A run whose second step hangs until the watchdog barks, whose sixth fails, and that goes on to its end. Its
+    text has no functions, so that no completions are compiled for."""
     folder = tmp_path_factory.mktemp("story")
+    (folder / "text").mkdir()
+    paragraphs = (program.ROOT / "README.md").read_text().split("\n\n")
+    for number in range(12):
+        (folder / f"text/{number}.txt").write_text("\n\n".join(paragraphs[number::12]))
     run = folder / "runs/tiny"
-    places = {"run.output_dir": folder / "runs", "data.cache_dir": folder / "data"}
-    options = ["stages=[pretrain]", f"budget.total={STEPS}", "checkpoint.every_steps=4", "run.export=false"]
-    options += [f"{key}={value}" for key, value in places.items()] + [f"device.compilation_cache={compilation_cache}"]
+    options = ["stages=[pretrain]", f"budget.total={STEPS}", "checkpoint.every_steps=3", "run.export=false"]
+    options += [f"data.source={{kind: directory, path: {folder}/text}}"]
+    options += [f"run.output_dir={folder}/runs", f"data.cache_dir={folder}/data"]
+    options += [f"device.compilation_cache={compilation_cache}"]
     config = load_config(program.ROOT / "configs/tiny.yaml", [*options, "faults.stuck_after=0.4"])
     step, report = Supervised.step, pipeline._report
     reporting, failing, released = [0.0], [True], threading.Event()
@@ -122,16 +128,16 @@ def story(tmp_path_factory, compilation_cache):
 
     def the_place_that_hangs() -> None:
         deadline = time.monotonic() + 30
-        while "is stuck: step 3" not in log() or "the_place_that_hangs" not in log():
+        while "is stuck: step 2" not in log() or "the_place_that_hangs" not in log():
             assert time.monotonic() < deadline, "the watchdog keeps quiet"
             released.wait(0.05)
 
     def stumbling(self, state, at):
-        if failing[0] and at.index == 2:
+        if failing[0] and at.index == 1:
             the_place_that_hangs()
-        if failing[0] and at.index == 5:
+        if failing[0] and at.index == 4:
             time.sleep(0.5)
-        if failing[0] and at.index == 6:
+        if failing[0] and at.index == 5:
             raise RuntimeError("the machine fails")
         return step(self, state, at)
 
@@ -156,7 +162,7 @@ def story(tmp_path_factory, compilation_cache):
 
 
 def test_a_step_that_hangs_is_told_and_then_goes_on(story):
-    assert "WARNING tlt_jax: pretrain pretrain is stuck: step 3 for " in story.log
+    assert "WARNING tlt_jax: pretrain pretrain is stuck: step 2 for " in story.log
     assert "stacks of all threads:\nthread MainThread:" in story.log and "in the_place_that_hangs" in story.log
     assert [row["step"] for row in program.rows(story.folder)] == list(range(1, STEPS + 1))
 
@@ -166,7 +172,7 @@ def test_the_account_adds_up_to_the_wall_time_of_all_starts(story):
     assert set(seconds) == set(KINDS) and all(value >= 0.0 for value in seconds.values())
     # Not seen: closing, and what came after the last row of the start that failed.
     assert story.wall - 2.0 < sum(seconds.values()) < story.wall
-    assert seconds["restarts"] > 0.5  # the sleep in step 6, which was done again
+    assert seconds["restarts"] > 0.5  # the sleep in step 5, which was done again
     assert seconds["computing"] > 0.4 and seconds["saving"] > 0.0 and seconds["loading"] > 0.0
     rows = [row["seconds"] for row in program.rows(story.folder)]
     assert rows == sorted(rows)  # time does not go back with a restart
@@ -181,4 +187,4 @@ def test_the_report_has_the_account(story):
 
 def test_the_step_after_a_save_says_how_long_it_held_the_loop(story):
     held = {row["step"]: row["time/checkpoint"] for row in program.rows(story.folder) if "time/checkpoint" in row}
-    assert list(held) == [5] and held[5] > 0.0
+    assert list(held) == [7] and held[7] > 0.0  # saved after step 6; of step 3, the row of step 4 was done again
