@@ -107,16 +107,10 @@ def test_goodput_is_the_share_that_computed():
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory, compilation_cache):
-    """A run whose second step hangs until the watchdog barks, whose sixth fails, and that goes on to its end. Its
-    text has no functions, so that no completions are compiled for."""
+    """A run whose second step hangs until the watchdog barks, whose sixth fails, and that goes on to its end."""
     folder = tmp_path_factory.mktemp("story")
-    (folder / "text").mkdir()
-    paragraphs = (program.ROOT / "README.md").read_text().split("\n\n")
-    for number in range(12):
-        (folder / f"text/{number}.txt").write_text("\n\n".join(paragraphs[number::12]))
     run = folder / "runs/tiny"
-    options = ["stages=[pretrain]", f"budget.total={STEPS}", "checkpoint.every_steps=3", "run.export=false"]
-    options += [f"data.source={{kind: directory, path: {folder}/text}}"]
+    options = [*program.plain_text(folder), f"budget.total={STEPS}", "checkpoint.every_steps=3"]
     options += [f"run.output_dir={folder}/runs", f"data.cache_dir={folder}/data"]
     options += [f"device.compilation_cache={compilation_cache}"]
     config = load_config(program.ROOT / "configs/tiny.yaml", [*options, "faults.stuck_after=0.4"])

@@ -27,7 +27,9 @@ class RunConfig(Section):
     )
     log_every: PositiveInt = Field(5, description="steps between two looks at the device; every step is still written")
     samples: int = Field(4, ge=0, le=LARGEST_INT, description="completions shown and kept at each look at the samples")
-    trackers: list[TrackerName] = Field(["tensorboard"], description="trackers beside metrics.jsonl")
+    trackers: list[TrackerName] = Field(
+        ["tensorboard"], description="trackers beside metrics.jsonl; wandb and mlflow need the extra `track`"
+    )
     export: bool = Field(True, description="write the final model as a Hugging Face directory")
 
     @field_validator("name")
@@ -36,6 +38,44 @@ class RunConfig(Section):
         if not re.fullmatch(r"\w[\w.+-]*", name):
             raise ValueError(f"is {name!r}; expected letters, digits and ._+-, the first a letter or digit")
         return name
+
+
+class WandbConfig(Section):
+    """Weights & Biases, where `run.trackers` names it."""
+
+    project: str = Field("tlt_jax", min_length=1, description="project that the run is of")
+    entity: str | None = Field(None, description="user or team that the project is of; null: W&B's default")
+    mode: Literal["online", "offline"] | None = Field(
+        None, description="offline: into <run>/wandb, for `wandb sync`; null: as WANDB_MODE says, else online"
+    )
+
+
+class MlflowConfig(Section):
+    """MLflow, where `run.trackers` names it."""
+
+    tracking_uri: str | None = Field(
+        None,
+        min_length=1,
+        description="its server or database; null: as MLFLOW_TRACKING_URI says, else <run.output_dir>/mlflow.db",
+    )
+    experiment: str = Field("tlt_jax", min_length=1, description="experiment that the run is of")
+
+    @field_validator("tracking_uri")
+    @classmethod
+    def _without_password(cls, uri: str | None) -> str | None:
+        if uri and re.search(r"://[^/@]*:[^/@]*@", uri):  # the config is written down, in the run and in its trackers
+            raise ValueError(
+                "holds a password; expected an address without one: MLFLOW_TRACKING_USERNAME and"
+                " MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI, in the environment are for that"
+            )
+        return uri
+
+
+class TrackingConfig(Section):
+    """Options of the trackers that need some."""
+
+    wandb: WandbConfig = WandbConfig()
+    mlflow: MlflowConfig = MlflowConfig()
 
 
 class BudgetConfig(Section):

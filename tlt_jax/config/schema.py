@@ -14,7 +14,14 @@ from tlt_jax.config.base import (
 )
 from tlt_jax.config.data_sections import DataConfig
 from tlt_jax.config.device_sections import DeviceConfig
-from tlt_jax.config.run_sections import BudgetConfig, CheckpointConfig, EvaluationConfig, FaultsConfig, RunConfig
+from tlt_jax.config.run_sections import (
+    BudgetConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    FaultsConfig,
+    RunConfig,
+    TrackingConfig,
+)
 from tlt_jax.config.stage_sections import AlignConfig, FinetuneConfig, OptimizerConfig, PretrainConfig
 
 
@@ -108,6 +115,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     faults: FaultsConfig = FaultsConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
     def _consistent(self):

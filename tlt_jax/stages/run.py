@@ -24,6 +24,7 @@ from tlt_jax.observe import (
     NoLog,
     Progress,
     Tracker,
+    check_trackers,
     close_logging,
     log_errors_alone,
     open_trackers,
@@ -181,18 +182,21 @@ class Run:
         """Takes up the run directory's rows, and writes what this run is: config, tokenizer, facts. Not before it is
         sure that it can go on: a command that is refused changes nothing."""
         if self.main and self.shape is not None and not self.recorded:
-            self.take_up_rows()
-            self.trackers = open_trackers(self.config.run.trackers, self.folder, self.step + 1)
+            logged = self.take_up_rows()
+            tree = redacted(_resolved(self.config, self.shape))
+            self.trackers = open_trackers(self.config, self.folder, tree, self.step + 1, logged)
             self.recorded = True
             self.warn_of_changes(self.shape)
             write_text_atomically(self.folder / "config.yaml", dump_config(_resolved(self.config, self.shape)))
             self.corpus.tokenizer.save(self.folder)
             self.write_results()
 
-    def take_up_rows(self) -> None:
-        """Brings metrics.jsonl and samples.jsonl to where the checkpoint is. Raises ConfigError for damaged rows."""
+    def take_up_rows(self) -> int:
+        """Brings metrics.jsonl and samples.jsonl to where the checkpoint is; returns the last step that was written.
+        Raises ConfigError for damaged rows."""
         try:
-            self.account.take_up(*spent_before(self.document, self._results(), read_rows(self.metrics.path)))
+            rows = read_rows(self.metrics.path)
+            self.account.take_up(*spent_before(self.document, self._results(), rows))
             self.metrics.truncate_after(self.step)
             self.samples.truncate_to(self.document["samples"] if self.document else 0)
         except ValueError as error:
@@ -200,11 +204,12 @@ class Run:
         faults = self.metrics.faults(self.step)
         if faults:
             log.warning("%s was changed since it was written: %s", self.metrics.path, faults)
+        return rows[-1]["step"] if rows else 0
 
-    def close_trackers(self) -> None:
-        """Writes out what trackers hold back."""
+    def close_trackers(self, failed: bool) -> None:
+        """Writes out what trackers hold back, and tells them whether the run ended before its end."""
         for tracker in self.trackers:
-            tracker.close()
+            tracker.close(failed)
 
     def warn_of_changes(self, shape: ModelShape) -> None:
         """Says which keys differ from those of the config that the run directory holds, for a model of this shape."""
@@ -247,6 +252,7 @@ def open_run(config: Config) -> Iterator[Run]:
     Raises ConfigError where the config, the data or the directory cannot be used.
     """
     folder = Path(config.run.output_dir).expanduser() / config.run.name
+    check_trackers(config.run.trackers)
     set_up_devices(config.device)
     with ExitStack() as stack:
         account = Account(stack.enter_context(compile_clock()))
@@ -268,7 +274,7 @@ def open_run(config: Config) -> Iterator[Run]:
         run = Run(config, folder, corpus, store, progress, company, account)
         stack.enter_context(run.metrics)
         stack.enter_context(run.samples)
-        stack.callback(run.close_trackers)
+        stack.push(lambda kind, error, traceback: run.close_trackers(failed=kind is not None))
         stack.enter_context(_signals(run))
         stack.enter_context(run.watchdog)
         run.facts = facts_of(config, run.mesh, run.dtype, corpus)
