@@ -30,7 +30,8 @@ class WandbTracker:
 
         kept = opening.kept("wandb", place)
         identity = kept or secrets.token_hex(4)
-        settings: dict[str, Any] = {"console": "off", "quiet": True}  # the terminal is the run's
+        # The terminal is the run's; and W&B's own description of it holds the command line, with secrets in it.
+        settings: dict[str, Any] = {"console": "off", "quiet": True, "x_disable_meta": True}
         if FLUSHING in wandb.Settings.model_fields:
             settings[FLUSHING] = 1.0
         self._run = wandb.init(
