@@ -61,7 +61,7 @@ def test_every_second_is_of_one_kind():
 
 def test_a_restart_charges_its_own_loading_and_what_was_done_in_vain():
     document = {"account": spent(loading=5.0, computing=20.0), "seconds": 25.0}
-    results = {"account": spent(loading=5.0, computing=21.0, saving=1.0), "finished": False}
+    results = {"account": spent(loading=5.0, computing=21.0, saving=1.0), "ended": False}
     earlier, restarted = spent_before(document, results, [{"step": 1, "seconds": 24.0}, {"step": 2, "seconds": 31.0}])
     assert (earlier, restarted) == (spent(loading=5.0, computing=20.0, restarts=6.0), True)
     clock = Clock()
@@ -84,10 +84,11 @@ def test_a_restart_charges_its_own_loading_and_what_was_done_in_vain():
         (None, {"account": {"loading": 3.0}}, [], (spent(restarts=3.0), True)),  # before the first row
         ({"seconds": 7.0}, {}, [], (spent(computing=7.0), True)),  # of before there was an account
         ({"account": spent(computing=7.0), "seconds": 7.0}, {"account": "?"}, [{}], (spent(computing=7.0), True)),
-        # A run that was finished, and goes on with a later stage, has lost nothing.
+        (None, {"account": {"saving": "?", "loading": 10**400}}, [{"seconds": "?"}], (spent(), False)),
+        # One that did all it was to do, and goes on with a later stage, has lost nothing.
         (
             {"account": spent(computing=7.0), "seconds": 7.0},
-            {"account": spent(computing=7.0, saving=2.0), "finished": True},
+            {"account": spent(computing=7.0, saving=2.0), "ended": True},
             [{"seconds": 6.0}],
             (spent(computing=7.0, saving=2.0), False),
         ),

@@ -15,13 +15,19 @@ KINDS = {
     "restarts": ("lost to restarts: steps done again, and start-up", 2),
 }
 
+MOST_SECONDS = 1e12  # more than any run has
+
 
 def account_of(seconds: Mapping[str, Any]) -> dict[str, Any] | None:
     """{"seconds": by kind, "whole": their sum, "goodput": computing / whole}; None where nothing was recorded."""
-    numbers = {kind: value for kind, value in seconds.items() if isinstance(value, int | float) and value > 0}
-    kinds = {kind: float(numbers.get(kind, 0.0)) for kind in KINDS}
+    kinds = {kind: sound_seconds(seconds.get(kind)) for kind in KINDS}
     whole = sum(kinds.values())
     return {"seconds": kinds, "whole": whole, "goodput": kinds["computing"] / whole} if whole > 0 else None
+
+
+def sound_seconds(value: Any) -> float:
+    """Seconds that a file holds; 0 where somebody wrote something else there."""
+    return float(value) if isinstance(value, int | float) and 0 < value < MOST_SECONDS else 0.0
 
 
 def render_account(account: dict[str, Any] | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from tlt_jax.observe.goodput import KINDS, account_of
+from tlt_jax.observe.goodput import KINDS, account_of, sound_seconds
 from tlt_jax.observe.run_files import section
 
 COMPILE_EVENTS = "/jax/core/compile/"  # tracing, lowering, compiling
@@ -131,16 +131,16 @@ def spent_before(
 
     `document` is that of the checkpoint which the run goes on from, `results` what results.json holds, `rows` those of
     metrics.jsonl. All that was done after the checkpoint, up to the last sign of life, has to be done again, and is
-    lost to the restart; after a run that was finished nothing is.
+    lost to the restart; after a start that did all it was to do nothing is.
     """
     found = account_of(section(dict(results), "account"))
     recorded = found["seconds"] if found else dict.fromkeys(KINDS, 0.0)
-    if results.get("finished"):
+    if results.get("ended"):
         return recorded, False
     kept = dict.fromkeys(KINDS, 0.0)
     if document is not None:  # one of before there was an account counts as computing
         kept |= document.get("account", {"computing": document["seconds"]})
-    last_row = (rows[-1].get("seconds") or 0.0) if rows else 0.0
+    last_row = sound_seconds(rows[-1].get("seconds")) if rows else 0.0
     lost = max(sum(recorded.values()), last_row) - sum(kept.values())
     kept["restarts"] += max(lost, 0.0)
     return kept, sum(kept.values()) > 0.0

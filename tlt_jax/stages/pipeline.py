@@ -104,6 +104,8 @@ def _run_one(config: Config, stage: str, models: Models | None) -> StageResult:
             models = _run_stages(run, [stage], models)
             if stage == config.stages[-1]:
                 _finish(run, models)
+            elif run.recorded:
+                run.write_results(ended=True)
         finally:
             _report(run)
         return StageResult(models, [r for r in run.results if r["stage"] == stage])

@@ -222,10 +222,10 @@ class Run:
         if changed:
             log.warning("the config differs from the one this run began with, in: %s", ", ".join(changed))
 
-    def write_results(self, finished: bool = False) -> None:
-        """Rewrites results.json, from which the report is made."""
+    def write_results(self, finished: bool = False, ended: bool = False) -> None:
+        """Rewrites results.json, from which the report is made; `ended`: this start has done what it was to do."""
         if self.main:
-            results = {"facts": self.facts, "phases": self.results, "finished": finished}
+            results = {"facts": self.facts, "phases": self.results, "finished": finished, "ended": finished or ended}
             write_json(self.folder / "results.json", results | {"account": self.account.seconds})
 
 
