@@ -102,7 +102,11 @@ BAD = {
         "did you mean 'adamw'",
     ],
     "stages=[pretrian]": ["`stages.0`", "'pretrian'", "pretrain, finetune, align", "did you mean 'pretrain'"],
-    "run.trackers=[wandb]": ["`run.trackers.0`", "'wandb'", "tensorboard"],
+    "run.trackers=[wandbi]": ["`run.trackers.0`", "'wandbi'", "tensorboard", "did you mean 'wandb'"],
+    "tracking.mlflow.tracking_uri=https://me:hunter2@there": [
+        "`tracking.mlflow.tracking_uri`",
+        "MLFLOW_TRACKING_PASSWORD",
+    ],
     "device.platform=cuda": ["`device.platform`", "'cuda'", "auto, cpu, gpu, tpu"],
     "budget.unit=hours": ["`budget.unit`", "'hours'", "steps, tokens, seconds"],
     # keys at odds with each other

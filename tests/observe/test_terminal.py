@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tlt_jax.config import Config
 from tlt_jax.config.base import TrackerName
 from tlt_jax.observe import TRACKERS, Progress, close_logging, open_trackers, set_up_logging
 from tlt_jax.observe.progress import clock_time, describe_row, short_number
@@ -107,8 +108,8 @@ def test_trackers_are_those_the_config_offers():
 
 
 def test_tensorboard_purges_what_is_logged_again(tmp_path):
-    for purge_step, steps in ((None, (1, 2, 3)), (3, (3, 4))):
-        (tracker,) = open_trackers(["tensorboard"], tmp_path, purge_step)
+    for first, steps in ((1, (1, 2, 3)), (3, (3, 4))):
+        (tracker,) = open_trackers(Config(), tmp_path, {}, first)
         for step in steps:
             values = {"step": step, "train/loss": np.float32(1.5), "eval/loss": float("nan"), "stage": "pretrain"}
             tracker.log(step, values)

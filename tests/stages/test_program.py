@@ -46,6 +46,7 @@ def test_a_run_leaves_all_that_it_promises(finished):
     ):
         assert (run / name).is_file(), name
     assert list((run / "tensorboard").glob("events*"))
+    assert "is stuck" not in (run / "log.txt").read_text()
     assert not list(run.rglob("*.partial*"))
     rows = program.rows(finished)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
@@ -200,6 +201,9 @@ def test_killed_at_any_moment_it_ends_with_the_same_parameters(finished, tmp_pat
     assert program.parameters(tmp_path) == program.parameters(finished)
     assert [row["step"] for row in program.rows(tmp_path)] == list(range(1, STEPS + 1))
     assert not list(steps.glob("*tmp*"))
+    account = program.results(tmp_path)["account"]
+    assert account["restarts"] > 0.0
+    assert sum(account.values()) > program.rows(tmp_path)[-1]["seconds"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

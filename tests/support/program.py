@@ -32,6 +32,15 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen:
         return subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
 
 
+def plain_text(folder: Path) -> list[str]:
+    """Overrides for pretraining on a few files of text without functions: no completions are compiled for."""
+    (folder / "text").mkdir()
+    paragraphs = (ROOT / "README.md").read_text().split("\n\n")
+    for number in range(12):
+        (folder / f"text/{number}.txt").write_text("\n\n".join(paragraphs[number::12]))
+    return [f"data.source={{kind: directory, path: {folder}/text}}", "stages=[pretrain]", "run.export=false"]
+
+
 def start_many(folder: Path, processes: int, *overrides: str, only: list[int] | None = None) -> list[subprocess.Popen]:
     """Starts a run of so many processes over loopback (or `only` some of them), each with a folder for its output."""
     port = free_ports()

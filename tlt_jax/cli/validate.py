@@ -7,6 +7,7 @@ from pathlib import Path
 from tlt_jax.cli.codes import DONE
 from tlt_jax.cli.options import add_config_options, config_of
 from tlt_jax.config import Config, ConfigError
+from tlt_jax.observe import check_trackers
 
 EXAMPLES = """examples:
   tlt validate --config configs/quickstart.yaml
@@ -26,7 +27,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def check_files(config: Config) -> None:
-    """Raises ConfigError for a file or folder that the config names and that is not there, or is of another kind."""
+    """Raises ConfigError for a file or folder that the config names and that is not there, or is of another kind, and
+    for a tracker that is not installed."""
+    check_trackers(config.run.trackers)
     source, tasks = config.data.source, config.data.tasks
     _expect(source.kind == "directory", "data.source.path", source.path, Path.is_dir, "a folder that exists")
     _expect(source.kind == "jsonl", "data.source.path", source.path, Path.is_file, "a file that exists")

@@ -22,7 +22,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 KLController = Literal["fixed", "adaptive"]
 Aggregation = Literal["token_mean", "sequence_mean"]
 RewardName = Literal["quality", "diversity", "speed"]
-TrackerName = Literal["tensorboard"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
 LARGEST_INT = 2**31 - 1  # what an array's dimension, and a count on a device, can hold
 

@@ -27,7 +27,9 @@ class RunConfig(Section):
     )
     log_every: PositiveInt = Field(5, description="steps between two looks at the device; every step is still written")
     samples: int = Field(4, ge=0, le=LARGEST_INT, description="completions shown and kept at each look at the samples")
-    trackers: list[TrackerName] = Field(["tensorboard"], description="trackers beside metrics.jsonl")
+    trackers: list[TrackerName] = Field(
+        ["tensorboard"], description="trackers beside metrics.jsonl; wandb and mlflow need the extra `track`"
+    )
     export: bool = Field(True, description="write the final model as a Hugging Face directory")
 
     @field_validator("name")
@@ -36,6 +38,44 @@ class RunConfig(Section):
         if not re.fullmatch(r"\w[\w.+-]*", name):
             raise ValueError(f"is {name!r}; expected letters, digits and ._+-, the first a letter or digit")
         return name
+
+
+class WandbConfig(Section):
+    """Weights & Biases, where `run.trackers` names it."""
+
+    project: str = Field("tlt_jax", min_length=1, description="project that the run is of")
+    entity: str | None = Field(None, description="user or team that the project is of; null: W&B's default")
+    mode: Literal["online", "offline"] | None = Field(
+        None, description="offline: into <run>/wandb, for `wandb sync`; null: as WANDB_MODE says, else online"
+    )
+
+
+class MlflowConfig(Section):
+    """MLflow, where `run.trackers` names it."""
+
+    tracking_uri: str | None = Field(
+        None,
+        min_length=1,
+        description="its server or database; null: as MLFLOW_TRACKING_URI says, else <run.output_dir>/mlflow.db",
+    )
+    experiment: str = Field("tlt_jax", min_length=1, description="experiment that the run is of")
+
+    @field_validator("tracking_uri")
+    @classmethod
+    def _without_password(cls, uri: str | None) -> str | None:
+        if uri and re.search(r"://[^/@]*:[^/@]*@", uri):  # the config is written down, in the run and in its trackers
+            raise ValueError(
+                "holds a password; expected an address without one: MLFLOW_TRACKING_USERNAME and"
+                " MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI, in the environment are for that"
+            )
+        return uri
+
+
+class TrackingConfig(Section):
+    """Options of the trackers that need some."""
+
+    wandb: WandbConfig = WandbConfig()
+    mlflow: MlflowConfig = MlflowConfig()
 
 
 class BudgetConfig(Section):
@@ -66,7 +106,8 @@ class CheckpointConfig(Section):
 
 
 class FaultsConfig(Section):
-    """What is done about updates that are not finite, or whose gradient is a spike: they are skipped and counted."""
+    """What is done about updates that are not finite, or whose gradient is a spike: they are skipped and counted; and
+    about a loop that is stuck: it is told."""
 
     spike_factor: NonNegativeFloat = Field(
         50.0, description="a gradient norm above so many times its running mean is a spike; 0: none is"
@@ -75,6 +116,11 @@ class FaultsConfig(Section):
         8, description="steps skipped in a row before the phase goes back to its newest checkpoint and skips their data"
     )
     stop_after: int = Field(3, ge=0, le=LARGEST_INT, description="such returns of a phase before the run stops instead")
+    stuck_after: NonNegativeFloat = Field(
+        600.0,
+        description="seconds in which nothing ends before a warning names the phase and what is going on, and log.txt"
+        " gets the stacks of all threads; ten times as many while JAX compiles; 0: never",
+    )
 
 
 class ProfileConfig(Section):

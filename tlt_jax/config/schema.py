@@ -21,6 +21,7 @@ from tlt_jax.config.run_sections import (
     FaultsConfig,
     ProfileConfig,
     RunConfig,
+    TrackingConfig,
 )
 from tlt_jax.config.stage_sections import AlignConfig, FinetuneConfig, OptimizerConfig, PretrainConfig
 
@@ -123,6 +124,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     faults: FaultsConfig = FaultsConfig()
     profile: ProfileConfig = ProfileConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
     def _consistent(self):

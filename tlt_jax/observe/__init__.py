@@ -9,7 +9,8 @@ from tlt_jax.observe.logs import close_logging, log_errors_alone, set_up_logging
 from tlt_jax.observe.metrics import MetricsLog, NoLog, read_rows
 from tlt_jax.observe.progress import Progress
 from tlt_jax.observe.report import build_report, write_report
-from tlt_jax.observe.trackers import TRACKERS, Tracker, open_trackers
+from tlt_jax.observe.trackers import TRACKERS, check_trackers, open_trackers
+from tlt_jax.observe.tracking import Tracker
 
 __all__ = [
     "TRACKERS",
@@ -18,6 +19,7 @@ __all__ = [
     "Progress",
     "Tracker",
     "build_report",
+    "check_trackers",
     "close_logging",
     "log_errors_alone",
     "open_trackers",

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from tlt_jax.observe.figures import show_change, show_count, show_number, show_seconds, show_value
+from tlt_jax.observe.goodput import render_account
 from tlt_jax.observe.markup import cells, escape
 from tlt_jax.observe.page_insight import health_section, programs_section
 from tlt_jax.observe.plots import Series, curve_svg
@@ -55,7 +56,7 @@ def render_page(report: dict[str, Any]) -> str:
         _facts(report["facts"]),
         health_section(phases),
         *(_phase(phase) for phase in phases),
-        _time(phases, report["time"]),
+        _time(phases, report["time"], report["account"]),
         programs_section(phases),
         _all_metrics(phases),
         _notes(report),
@@ -228,8 +229,8 @@ def _completion(title: str, sample: dict[str, Any] | None) -> str:
     return f"<div><h4>{escape(title)}{tag}</h4><pre>{text}</pre></div>"
 
 
-def _time(phases: list[dict[str, Any]], total: dict[str, float]) -> str:
-    """A bar a phase, as long as the phase took, split by kind; the same in numbers below."""
+def _time(phases: list[dict[str, Any]], total: dict[str, float], account: dict[str, Any] | None) -> str:
+    """A bar a phase, as long as the phase took, split by kind; the same in numbers below; then the whole run's."""
     if not sum(total.values()):
         return '<section><h2 id="time">Where the time went</h2><p class="none">Not measured.</p></section>'
     kinds = [kind for kind, seconds in total.items() if seconds > 0]
@@ -253,7 +254,7 @@ def _time(phases: list[dict[str, Any]], total: dict[str, float]) -> str:
     )
     return (
         f'<section><h2 id="time">Where the time went</h2><div class="bars">{"".join(bars)}</div>'
-        f'<div class="legend">{legend}</div>{_time_table(phases, total, kinds)}</section>'
+        f'<div class="legend">{legend}</div>{_time_table(phases, total, kinds)}{render_account(account)}</section>'
     )
 
 

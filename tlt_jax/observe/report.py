@@ -12,6 +12,7 @@ from typing import Any
 
 from tlt_jax.observe.figures import RL_PHASES, charts_for, is_percent, phase_label, show_number, show_value, spoken
 from tlt_jax.observe.files import plain, write_json, write_text_atomically
+from tlt_jax.observe.goodput import account_of
 from tlt_jax.observe.plots import strong_line
 from tlt_jax.observe.run_files import Row, read_run_files, section
 
@@ -40,7 +41,8 @@ def build_report(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """All figures of a run, as plain JSON values.
 
     Keys: name, finished, created, facts, config (its text), key_figures, phases (with curves and samples), time
-    (kinds, seconds by kind), missing (sentences on what the run lacks), footnotes (sentences on how to read it).
+    (kinds, seconds by kind), account (of all starts; None where none was kept),
+    missing (sentences on what the run lacks), footnotes (sentences on how to read it).
     Raises ValueError where `run_dir` holds no run.
     """
     run_dir = Path(run_dir)
@@ -59,6 +61,7 @@ def build_report(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         "key_figures": _key_figures(phases, files.rows),
         "phases": phases,
         "time": _total_time(phases),
+        "account": account_of(files.account),
         "missing": files.missing + _missing_phases(phases, stages, section(files.facts, "data")),
         "footnotes": _footnotes(phases, files.rows, files.config, files.facts),
     }

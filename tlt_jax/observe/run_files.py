@@ -24,6 +24,7 @@ class RunFiles:
     samples: list[Row]
     records: list[Row]
     facts: dict[str, Any]
+    account: dict[str, Any]
     finished: bool
     missing: list[str]
 
@@ -43,6 +44,7 @@ def read_run_files(run_dir: Path) -> RunFiles:
         _sound(missing, samples, "samples.jsonl", _is_sample),
         _sound(missing, records if isinstance(records, list) else [], "results.json", _is_record),
         section(results, "facts"),
+        section(results, "account"),
         bool(results.get("finished")),
         missing,
     )

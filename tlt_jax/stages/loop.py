@@ -97,7 +97,8 @@ def run_phase(run: Run, phase: Phase) -> PhaseState:
     """
     if is_past(run, phase.stage, phase.name):
         return phase.init()
-    return _PhaseRun(run, phase).to_the_end()
+    with run.watchdog.during(f"{phase.stage} {phase.name}"):
+        return _PhaseRun(run, phase).to_the_end()
 
 
 class _PhaseRun:
@@ -118,6 +119,7 @@ class _PhaseRun:
         self.done = bool(document and resumed and document["done"])
         self.pending: list[tuple[dict[str, Any], dict[str, Any], int]] = []
         self.last_flush, self.idle = time.monotonic(), 0.0
+        self.held = 0.0  # seconds that saving has held the loop since the last step
         self.skipped, self.returns = 0, 0  # steps without an update in a row, and what was done about them
         if document and resumed:
             self.state = self._restored(document)
@@ -135,6 +137,7 @@ class _PhaseRun:
         return self.run.results[-1]
 
     def to_the_end(self) -> PhaseState:
+        self.run.account.switch("computing")
         while not self.done:
             self._clock()
             if self.skipped >= self.run.config.faults.rollback_after:
@@ -150,12 +153,15 @@ class _PhaseRun:
             else:
                 self._one_step(progress)
         self.run.check_stop()
+        self.run.account.switch("loading")
         return self.state
 
     def _one_step(self, progress: float) -> None:
         run, phase, index = self.run, self.phase, self.spent.steps
-        with self.insight.step(lambda: self.state.arrays):
+        with run.watchdog.during(f"step {run.step + 1}"), self.insight.step(lambda: self.state.arrays):
             self.state, metrics, tokens = phase.step(self.state, Step(index, progress))
+        if self.held:
+            metrics, self.held = {**metrics, "time/checkpoint": self.held}, 0.0
         run.step += 1
         self.spent.steps += 1
         self.spent.tokens += tokens
@@ -180,7 +186,8 @@ class _PhaseRun:
         """Fetches the pending steps' metrics in one go and writes their rows."""
         if not self.pending:
             return
-        fetched = to_host([metrics for _, metrics, _ in self.pending])
+        with self.run.watchdog.during("fetching metrics"):
+            fetched = to_host([metrics for _, metrics, _ in self.pending])
         now = time.monotonic()
         seconds = max(now - self.last_flush - self.idle, 1e-9)
         speed = sum(tokens for _, _, tokens in self.pending) / seconds
@@ -251,6 +258,7 @@ class _PhaseRun:
         """Saves a checkpoint. They are numbered one by one: a step may be saved before and after its phase's end."""
         run = self.run
         self._flush()
+        start = time.monotonic()
         with run.timed("checkpoint"):
             self._clock()
             self._account()
@@ -265,6 +273,7 @@ class _PhaseRun:
                 "host": self.state.host,
                 "results": run.results,
                 "seconds": run.seconds,
+                "account": run.account.seconds,
                 "samples": run.samples.count(),
                 "shape": asdict(run.shape),
                 "data": run.corpus.summary["digest"],
@@ -273,6 +282,7 @@ class _PhaseRun:
             run.store.save(run.checkpoint, flatten(self.state.arrays), document)
             run.write_results()
         self.last_save, self.saved_at = time.monotonic(), self.spent.steps
+        self.held += self.last_save - start
 
     def _account(self) -> None:
         """Brings the phase's record up to date: what it spent, and on what."""
@@ -293,7 +303,8 @@ class _PhaseRun:
     def _restored(self, document: dict[str, Any]) -> PhaseState:
         fresh = self.phase.init()
         assert self.run.checkpoint is not None
-        arrays = self.run.store.restore(self.run.checkpoint, flatten(fresh.arrays))
+        with self.run.watchdog.during("restoring"):
+            arrays = self.run.store.restore(self.run.checkpoint, flatten(fresh.arrays))
         state = PhaseState(unflatten(fresh.arrays, arrays), document["host"])
         self.phase.check(state)
         return state

@@ -104,6 +104,8 @@ def _run_one(config: Config, stage: str, models: Models | None) -> StageResult:
             models = _run_stages(run, [stage], models)
             if stage == config.stages[-1]:
                 _finish(run, models)
+            elif run.recorded:
+                run.write_results(ended=True)
         finally:
             _report(run)
         return StageResult(models, [r for r in run.results if r["stage"] == stage])
@@ -201,7 +203,8 @@ def _finish(run: Run, models: Models) -> None:
         folder, policy, exit = run.folder / "export", host_copy(models.policy), host_copy(models.exit)
         if run.main:
             context = run.config.data.context_length
-            export(folder, models.policy.shape, policy, exit, run.corpus.tokenizer, context)
+            with run.account.on("saving"):
+                export(folder, models.policy.shape, policy, exit, run.corpus.tokenizer, context)
         log.info("exported to %s (loads in transformers)", folder)
     run.facts["finished"] = datetime.now().astimezone().isoformat(timespec="seconds")
     run.write_results(finished=True)

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 
 from tlt_jax.checkpoint.store import Store
@@ -24,18 +24,22 @@ from tlt_jax.observe import (
     NoLog,
     Progress,
     Tracker,
+    check_trackers,
     close_logging,
     log_errors_alone,
     open_trackers,
     read_json,
+    read_rows,
     set_up_logging,
     sweep_temporary,
     write_json,
     write_text_atomically,
 )
 from tlt_jax.observe.profile import Profiler
+from tlt_jax.observe.watchdog import Watchdog, log_stuck
 from tlt_jax.parallel.hosts import Company, Together, join
 from tlt_jax.parallel.mesh import check_devices, compute_dtype, make_mesh, set_up_devices
+from tlt_jax.stages.account import KIND_OF, Account, compile_clock, spent_before
 from tlt_jax.stages.facts import announce, facts_of
 from tlt_jax.stages.models import tokenizer_path
 
@@ -72,10 +76,17 @@ class Run:
     """
 
     def __init__(
-        self, config: Config, folder: Path, corpus: Corpus, store: Store, progress: Progress, company: Company
+        self,
+        config: Config,
+        folder: Path,
+        corpus: Corpus,
+        store: Store,
+        progress: Progress,
+        company: Company,
+        account: Account,
     ):
         self.config, self.folder, self.corpus, self.store, self.progress = config, folder, corpus, store, progress
-        self.company, self.main = company, company.process == 0
+        self.company, self.main, self.account = company, company.process == 0, account
         self.mesh = make_mesh(config.device.mesh)
         self.dtype = compute_dtype(config.device)
         check_batches(config, self.mesh.shape["data"] * self.mesh.shape["fsdp"])
@@ -100,9 +111,8 @@ class Run:
         self.stop_signal: int | None = None  # what the processes agreed on, from what each was asked
         self.asked_to_stop: int | None = None
         self.times: dict[str, float] = {}
-        self.compile_seconds = 0.0
-        self._seconds_before = self.document["seconds"] if self.document else 0.0
-        self._started = time.monotonic()
+        tell = partial(log_stuck, company.process)
+        self.watchdog = Watchdog(config.faults.stuck_after, tell, lambda: account.compiles.busy)
 
     @property
     def finished(self) -> bool:
@@ -117,21 +127,31 @@ class Run:
         return self._says_finished()
 
     def _says_finished(self) -> bool:
+        return self.company.agree("finished", bool(self._results().get("finished")))[0]
+
+    def _results(self) -> dict[str, Any]:
+        """What results.json holds; nothing where it is lost or damaged: the checkpoint makes it again."""
         try:
-            found = bool(read_json(self.folder / "results.json")["finished"])
-        except (OSError, ValueError, LookupError, TypeError):  # lost or damaged: the checkpoint makes it again
-            found = False
-        return self.company.agree("finished", found)[0]
+            found = read_json(self.folder / "results.json")
+        except (OSError, ValueError):
+            found = {}
+        return found if isinstance(found, dict) else {}
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole run, earlier parts included."""
-        return self._seconds_before + time.monotonic() - self._started
+        """Seconds of the whole run, all its starts together."""
+        return self.account.total
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds in which JAX compiled, in this start."""
+        return self.account.compiles.seconds
 
     def decide(self, progress: float = 0.0, save: bool = False) -> tuple[float, bool]:
         """What the host decides, for all processes: process 0's progress and whether to save; and, in `stop_signal`,
         a signal that any of them got."""
-        decisions = self.company.agree("step", [progress, save, self.asked_to_stop])
+        with self.account.on("waiting"), self.watchdog.during("waiting for the other processes"):
+            decisions = self.company.agree("step", [progress, save, self.asked_to_stop])
         self.stop_signal = next((asked for *_, asked in decisions if asked is not None), None)
         return decisions[0][0], decisions[0][1]
 
@@ -139,14 +159,19 @@ class Run:
         """Raises Interrupted if a signal asked to stop: where everything is saved, or starts again from what is."""
         self.decide()
         if self.stop_signal is not None:
-            self.store.wait()
+            with self.account.on("saving"):
+                self.store.wait()
+            if self.recorded:
+                self.write_results()
             raise Interrupted(self.stop_signal)
 
     @contextmanager
     def timed(self, kind: str) -> Iterator[None]:
-        """Counts what happens inside as `kind` in the phase's account of time; compilation is counted apart."""
+        """Counts what happens inside as `kind` in the phase's account of time, and in the run's; compilation is
+        counted apart."""
         start, compiled = time.monotonic(), self.compile_seconds
-        yield
+        with self.account.on(KIND_OF.get(kind, "computing")), self.watchdog.during(kind):
+            yield
         compiling = self.compile_seconds - compiled
         self.times[kind] = self.times.get(kind, 0.0) + time.monotonic() - start - compiling
 
@@ -160,17 +185,21 @@ class Run:
         """Takes up the run directory's rows, and writes what this run is: config, tokenizer, facts. Not before it is
         sure that it can go on: a command that is refused changes nothing."""
         if self.main and self.shape is not None and not self.recorded:
-            self.take_up_rows()
-            self.trackers = open_trackers(self.config.run.trackers, self.folder, self.step + 1)
+            logged = self.take_up_rows()
+            tree = redacted(_resolved(self.config, self.shape))
+            self.trackers = open_trackers(self.config, self.folder, tree, self.step + 1, logged)
             self.recorded = True
             self.warn_of_changes(self.shape)
             write_text_atomically(self.folder / "config.yaml", dump_config(_resolved(self.config, self.shape)))
             self.corpus.tokenizer.save(self.folder)
             self.write_results()
 
-    def take_up_rows(self) -> None:
-        """Brings metrics.jsonl and samples.jsonl to where the checkpoint is. Raises ConfigError for damaged rows."""
+    def take_up_rows(self) -> int:
+        """Brings metrics.jsonl and samples.jsonl to where the checkpoint is; returns the last step that was written.
+        Raises ConfigError for damaged rows."""
         try:
+            rows = read_rows(self.metrics.path)
+            self.account.take_up(*spent_before(self.document, self._results(), rows))
             self.metrics.truncate_after(self.step)
             self.samples.truncate_to(self.document["samples"] if self.document else 0)
         except ValueError as error:
@@ -178,11 +207,12 @@ class Run:
         faults = self.metrics.faults(self.step)
         if faults:
             log.warning("%s was changed since it was written: %s", self.metrics.path, faults)
+        return rows[-1]["step"] if rows else 0
 
-    def close_trackers(self) -> None:
-        """Writes out what trackers hold back."""
+    def close_trackers(self, failed: bool) -> None:
+        """Writes out what trackers hold back, and tells them whether the run ended before its end."""
         for tracker in self.trackers:
-            tracker.close()
+            tracker.close(failed)
 
     def warn_of_changes(self, shape: ModelShape) -> None:
         """Says which keys differ from those of the config that the run directory holds, for a model of this shape."""
@@ -195,12 +225,11 @@ class Run:
         if changed:
             log.warning("the config differs from the one this run began with, in: %s", ", ".join(changed))
 
-    def write_results(self, finished: bool = False) -> None:
-        """Rewrites results.json, from which the report is made."""
+    def write_results(self, finished: bool = False, ended: bool = False) -> None:
+        """Rewrites results.json, from which the report is made; `ended`: this start has done what it was to do."""
         if self.main:
-            write_json(
-                self.folder / "results.json", {"facts": self.facts, "phases": self.results, "finished": finished}
-            )
+            results = {"facts": self.facts, "phases": self.results, "finished": finished, "ended": finished or ended}
+            write_json(self.folder / "results.json", results | {"account": self.account.seconds})
 
 
 def check_batches(config: Config, parts: int) -> None:
@@ -226,8 +255,10 @@ def open_run(config: Config) -> Iterator[Run]:
     Raises ConfigError where the config, the data or the directory cannot be used.
     """
     folder = Path(config.run.output_dir).expanduser() / config.run.name
+    check_trackers(config.run.trackers)
     set_up_devices(config.device)
     with ExitStack() as stack:
+        account = Account(stack.enter_context(compile_clock()))
         company = stack.enter_context(join(config.device, _agreed(config)))
         check_devices(config.device)
         if company.process == 0:
@@ -243,13 +274,13 @@ def open_run(config: Config) -> Iterator[Run]:
         log.info("%s: %s", config.run.name, ", ".join(config.stages))
         corpus = _prepared(config, progress, company)
         store = stack.enter_context(Store(folder / "checkpoints", config.checkpoint.keep, company=company))
-        run = Run(config, folder, corpus, store, progress, company)
+        run = Run(config, folder, corpus, store, progress, company, account)
         stack.enter_context(run.metrics)
         stack.enter_context(run.samples)
-        stack.callback(run.close_trackers)
+        stack.push(lambda kind, error, traceback: run.close_trackers(failed=kind is not None))
         stack.enter_context(run.profiler)
         stack.enter_context(_signals(run))
-        stack.enter_context(_compile_clock(run))
+        stack.enter_context(run.watchdog)
         run.facts = facts_of(config, run.mesh, run.dtype, corpus)
         announce(folder, run.facts, corpus)
         if run.document:
@@ -357,17 +388,3 @@ def _signals(run: Run) -> Iterator[None]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _compile_clock(run: Run) -> Iterator[None]:
-    """Adds up the seconds that JAX spends tracing and compiling."""
-    active = True
-
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        if active and event.startswith("/jax/core/compile/"):
-            run.compile_seconds += duration_secs
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield
-    active = False
