@@ -92,12 +92,18 @@ def _cached(
     config: DataConfig, digest: str, build: Callable[[], _Tokens], counts: dict[str, Any], on_progress: Progress
 ) -> Corpus:
     folder = Path(config.cache_dir).expanduser()
+    built: list[_Tokens] = []
+
+    def fill(path: Path) -> None:
+        built.append(build())
+        _store(path, built[0])
+
     try:
         tokens = _load(folder, digest, on_progress)
         is_cached = tokens is not None
         if tokens is None:
-            tokens = built = build()
-            cache.write_entry(folder, digest, lambda path: _store(path, built))
+            cache.write_entry(folder, digest, fill)  # a folder that cannot be written is found before the work
+            tokens = built[0]
     except OSError as error:
         raise ConfigError(
             f"data.cache_dir is {config.cache_dir!r}; expected a folder that can be written ({error})"

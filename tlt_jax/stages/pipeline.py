@@ -214,7 +214,8 @@ def _report(run: Run) -> None:
     failing = sys.exc_info()[0] is not None
     try:
         log.info("report: %s", write_report(run.folder))
-    except Exception:
+    except Exception as error:
         if not failing:
             raise
-        log.exception("the report could not be written")
+        log.warning("the report could not be written: %s", error)
+        log.debug("the report", exc_info=error)

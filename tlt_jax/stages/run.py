@@ -229,10 +229,10 @@ def open_run(config: Config) -> Iterator[Run]:
         check_devices(config.device)
         if company.process == 0:
             _make_folder(config, folder)
+            stack.enter_context(_locked(config, folder))
             set_up_logging(folder)
             # After a failure the log stays open, for whoever reports it.
             stack.push(lambda kind, error, traceback: close_logging() if kind is None else None)
-            stack.enter_context(_locked(folder))
             sweep_temporary(folder)
         else:
             log_errors_alone()
@@ -272,9 +272,13 @@ def _make_folder(config: Config, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"`run.output_dir` is {config.run.output_dir!r}; expected a folder that can be written ({error})"
-        ) from None
+        raise _unwritable(config, error) from None
+
+
+def _unwritable(config: Config, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"`run.output_dir` is {config.run.output_dir!r}; expected a folder that can be written ({error})"
+    )
 
 
 def _prepared(config: Config, progress: Progress, company: Company) -> Corpus:
@@ -293,9 +297,13 @@ def _prepared(config: Config, progress: Progress, company: Company) -> Corpus:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds the run directory. Raises ConfigError if another process does."""
-    with open(folder / ".lock", "w") as file:
+def _locked(config: Config, folder: Path) -> Iterator[None]:
+    """Holds the run directory. Raises ConfigError if another process does, or it cannot be written."""
+    try:
+        file = open(folder / ".lock", "w")  # noqa: SIM115 - what happens inside the context raises errors of its own
+    except OSError as error:
+        raise _unwritable(config, error) from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
