@@ -9,9 +9,7 @@ from tlt_jax.config.base import usable_path
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
     """--config FILE and key.sub=value overrides."""
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file; every key is optional (see tlt_jax/config/)"
-    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file; every key is optional (see tlt_jax/config/)")
     parser.add_argument(
         "overrides", nargs="*", metavar="key.sub=value", help="override a key, e.g. speculation.draft_length=7"
     )
