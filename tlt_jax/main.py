@@ -66,8 +66,8 @@ def entry() -> NoReturn:
 
 
 def _unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
-    """What nobody can catch. Where a save fails, TensorStore's threads go on to call an event loop that Orbax has closed
-    by then, once for each array: that stands in log.txt, and the save's own error is told."""
+    """What nobody can catch. Where a save fails, TensorStore's threads go on to call an event loop that Orbax has
+    closed by then, once for each array: that stands in log.txt, and the save's own error is told."""
     error = unraisable.exc_value
     if isinstance(error, RuntimeError) and str(error) == "Event loop is closed":
         import logging

@@ -66,7 +66,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
 
 
 def test_interrupted_while_they_compile_evaluate_or_save_they_go_on(tmp_path, monkeypatch):
-    """A signal to one of two, at the worst moments, ends both after what they are at; then as if there had been none."""
+    """A signal to one of two, at the worst moments, ends both after what they are at; then as without."""
     many, whole = tmp_path / "many", tmp_path / "whole"
     options = [*PRETRAIN, "checkpoint.every_seconds=null", "pretrain.eval_rows=1024"]
     often, uncached = [*options, "checkpoint.every_steps=1"], [*options, "device.compilation_cache="]

@@ -1,4 +1,5 @@
-"""Disks that are full, or cannot be written: one message, nothing lost, and the same command goes on once there is room.
+"""Disks that are full, or cannot be written: one message, nothing lost, and the same command goes on where there is
+room again.
 
 Where the system lets no user make a namespace to mount such a disk in, these tests are skipped, and say so.
 """

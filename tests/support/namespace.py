@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from support import program
 
 UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -22,8 +23,8 @@ class LogFile(logging.FileHandler):
 
     def _open(self) -> io.TextIOWrapper:
         # Without a buffer, which would keep what could not be written, and fail again with it at the end.
-        raw = open(self.baseFilename, "ab", buffering=0)
-        return io.TextIOWrapper(raw, encoding=self.encoding, errors=self.errors, write_through=True)  # type: ignore[type-var]
+        raw: Any = io.FileIO(self.baseFilename, "a")
+        return io.TextIOWrapper(raw, encoding=self.encoding, errors=self.errors, write_through=True)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Say that a line is lost."""

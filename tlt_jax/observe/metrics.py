@@ -87,7 +87,7 @@ class MetricsLog:
         self.close()
 
     def _open(self) -> io.FileIO:
-        return open(self.path, "ab", buffering=0)
+        return io.FileIO(self.path, "a")
 
 
 class NoLog(MetricsLog):

@@ -39,7 +39,7 @@ class TensorBoardTracker:
         # Event files are named by the second: without a number, a run resumed within it would overwrite what it had.
         number = len(list(folder.glob("events.*")))
         name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{number}"
-        self._file: io.FileIO = open(folder / name, "ab", buffering=0)
+        self._file = io.FileIO(folder / name, "a")
         self._append(file_version="brain.Event:2")
         if purge_step is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)

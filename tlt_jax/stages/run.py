@@ -157,10 +157,10 @@ class Run:
         """Takes up the run directory's rows, and writes what this run is: config, tokenizer, facts. Not before it is
         sure that it can go on: a command that is refused changes nothing."""
         if self.main and self.shape is not None and not self.recorded:
+            self.warn_of_changes(self.shape)
             self.take_up_rows()
             self.trackers = open_trackers(self.config.run.trackers, self.folder, self.step + 1)
             self.recorded = True
-            self.warn_of_changes(self.shape)
             write_text_atomically(self.folder / "config.yaml", dump_config(_resolved(self.config, self.shape)))
             self.corpus.tokenizer.save(self.folder)
             self.write_results()
@@ -168,6 +168,7 @@ class Run:
     def take_up_rows(self) -> None:
         """Brings metrics.jsonl and samples.jsonl to where the checkpoint is. Raises ConfigError for damaged rows."""
         try:
+            self.samples.count()  # damage is found before anything is changed
             self.metrics.truncate_after(self.step)
             self.samples.truncate_to(self.document["samples"] if self.document else 0)
         except ValueError as error:
@@ -182,7 +183,8 @@ class Run:
             tracker.close()
 
     def warn_of_changes(self, shape: ModelShape) -> None:
-        """Says which keys differ from those of the config that the run directory holds, for a model of this shape."""
+        """Says which keys differ from those of the config that the run directory holds, for a model of this shape.
+        Raises ConfigError if that one cannot be read."""
         if not self.main:
             return
         path = self.folder / "config.yaml"
