@@ -23,7 +23,7 @@ from tlt_jax.data.tasks import Tasks, read_pairs, tokenize_pairs
 from tlt_jax.text import Tokenizer, load_tokenizer, train_tokenizer
 from tlt_jax.text.tokenizer import from_json
 
-FORMAT = 1  # of an entry of the cache; a change to what is computed here, or how it is stored, takes the next number
+FORMAT = 2  # of an entry of the cache; a change to what is computed here, or how it is stored, takes the next number
 CHUNK = 32  # documents encoded between two reports of progress
 
 Progress = Callable[[str, float], None]
