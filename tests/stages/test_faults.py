@@ -30,33 +30,33 @@ def assert_same(folder: Path, expected: Path) -> None:
     assert "Traceback" not in (folder / "out.txt").read_text()
 
 
-@pytest.fixture(scope="module")
-def timed(tmp_path_factory) -> tuple[Path, float]:
-    """A folder in which all stages ran to their end, and the seconds that they took with everything compiled before."""
-    first, second = (tmp_path_factory.mktemp(name) for name in ("first", "second"))
-    program.run(first, "checkpoint.every_steps=1")
-    begun = time.monotonic()
-    program.run(second, "checkpoint.every_steps=1")
-    assert_same(second, first)
-    return second, time.monotonic() - begun
+OFTEN = "checkpoint.every_steps=1"
+KILLS = {  # how many, and of what; at moments that have a name, the fast suite kills in every phase
+    "ten kills of pretraining": (10, [*OPTIONS, OFTEN]),
+    "a hundred kills of all stages": (100, [OFTEN]),
+}
 
 
-@pytest.mark.parametrize(
-    "kills", [10, pytest.param(100, marks=[pytest.mark.nightly])], ids=["ten kills", "a hundred kills"]
-)
-def test_killed_at_random_moments_it_ends_with_the_same_parameters(timed, tmp_path, kills):
+@pytest.mark.parametrize("case", ["ten kills of pretraining", pytest.param([*KILLS][1], marks=pytest.mark.nightly)])
+def test_killed_at_random_moments_it_ends_with_the_same_parameters(tmp_path, case):
     """SIGKILL after a random time within what a whole run takes, and again, until so many have struck; a run that ends
     before it is struck makes room for a new one."""
-    expected, seconds = timed
-    draw = random.Random(kills)
-    struck, runs = 0, 0
+    kills, options = KILLS[case]
+    first, expected = tmp_path / "first", tmp_path / "expected"
+    for folder in (first, expected):
+        folder.mkdir()
+        begun = time.monotonic()
+        program.run(folder, *options)
+    seconds = time.monotonic() - begun  # of the second, for which everything was compiled before
+    assert_same(expected, first)
+    draw, struck, runs = random.Random(kills), 0, 0
     while struck < kills:
         runs += 1
         folder = tmp_path / str(runs)
         folder.mkdir()
         ended = False
         while struck < kills and not ended:
-            process = program.start(folder, "checkpoint.every_steps=1")
+            process = program.start(folder, *options)
             try:
                 ended = process.wait(timeout=draw.uniform(0, seconds)) == 0
                 assert ended, (folder / "out.txt").read_text()[-4000:]
@@ -65,7 +65,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_parameters(timed, tmp_pa
                 process.wait()
                 struck += 1
         if not ended:
-            program.run(folder, "checkpoint.every_steps=1")
+            program.run(folder, *options)
         assert_same(folder, expected)
         assert not list((folder / "runs/tiny/checkpoints/steps").glob("*tmp*"))
 
@@ -79,8 +79,7 @@ def test_interrupted_while_it_compiles_evaluates_or_saves_it_goes_on(whole, tmp_
     assert len(program.rows(tmp_path)) == 1  # the step that it was compiled for
     assert program.kill_when(tmp_path, moments.evaluating(run, 2), signal.SIGTERM, *OPTIONS) == 143
     assert len(program.rows(tmp_path)) == 4  # the step that it was evaluated after
-    often = [*OPTIONS, "checkpoint.every_steps=1"]
-    assert program.kill_when(tmp_path, moments.saving(run), signal.SIGINT, *often) == 130
+    assert program.kill_when(tmp_path, moments.saving(run), signal.SIGINT, *OPTIONS, OFTEN) == 130
     assert 5 <= len(program.rows(tmp_path)) < STEPS
     text = program.run(tmp_path, *OPTIONS)
     assert text.count("leaving after this step") == 3
