@@ -22,11 +22,16 @@ def largest_difference(a: Path, b: Path) -> float:
 
 
 def wait_for(ready, started, pause: float = 0.02) -> None:
-    deadline = time.monotonic() + 120
-    while not ready():
-        assert all(process.poll() is None for process in started), "a process ended before the moment came"
-        assert time.monotonic() < deadline, "the moment never came"
-        time.sleep(pause)
+    deadline = time.monotonic() + 300
+    try:
+        while not ready():
+            assert all(process.poll() is None for process in started), "a process ended before the moment came"
+            assert time.monotonic() < deadline, "the moment never came"
+            time.sleep(pause)
+    except BaseException:
+        for process in started:
+            process.kill()
+        raise
 
 
 def test_two_processes_train_what_one_process_with_two_devices_does(tmp_path):
