@@ -9,6 +9,7 @@ import difflib
 import errno
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -23,8 +24,9 @@ VERBS = {
 }
 
 
-# What JAX's and Orbax's errors say where memory or disk do not suffice.
+# What JAX's and Orbax's errors say where memory or disk do not suffice; with one of the latter words it is the disk.
 EXHAUSTED = ("RESOURCE_EXHAUSTED", "Failed writing", "No space left")
+DISK = ("local file", "Failed writing", "No space left")
 
 # Of the system's errors, those that say what it does not allow.
 REFUSALS = (
@@ -41,18 +43,38 @@ REFUSALS = (
     errno.EISDIR,
     errno.ENOTDIR,
     errno.EEXIST,
+    errno.EIO,
 )
 
 
 def entry() -> NoReturn:
     """The program: ends with the exit code of `main`."""
+    sys.unraisablehook = _unraisable
     code = main()
     hosts = sys.modules.get("tlt_jax.parallel.hosts")
-    if hosts is not None and hosts.failed.is_set():
+    alone = hosts is not None and hosts.failed.is_set()
+    waiting = code in (FAULT, USER_ERROR) and any(
+        not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()
+    )
+    if alone or waiting:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # before JAX waits for the other processes, which are gone too
+        # Before JAX waits for the other processes, which are gone too, or Orbax's threads, after a save that failed,
+        # for each other: for five minutes.
+        os._exit(code)
     sys.exit(code)
+
+
+def _unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
+    """What nobody can catch. Where a save fails, TensorStore's threads go on to call an event loop that Orbax has
+    closed by then, once for each array: that stands in log.txt, and the save's own error is told."""
+    error = unraisable.exc_value
+    if isinstance(error, RuntimeError) and str(error) == "Event loop is closed":
+        import logging
+
+        logging.getLogger("tlt_jax").debug("after a save that failed", exc_info=error)
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,7 +138,9 @@ def _told(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in REFUSALS:
         return text.removeprefix(f"[Errno {error.errno}] ")
     if isinstance(error, MemoryError) or any(words in text for words in EXHAUSTED):
-        return f"out of memory or disk; --dry-run shows what the config needs ({text[:300]})"
+        if any(words in text for words in DISK):
+            return f"the disk is full, or lets no more be written; the same command goes on once it does ({text[:300]})"
+        return f"out of memory; --dry-run shows what the config needs ({text[:300]})"
     return None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import program
+from support import moments, program
 
 pytestmark = pytest.mark.multiprocess
 BATCHES = ["pretrain.batch_size=8", "finetune.warmup.batch_size=8", "run.trackers=[]"]
@@ -21,12 +21,17 @@ def largest_difference(a: Path, b: Path) -> float:
     return max(float(np.abs(ours[key] - theirs[key]).max()) for key in ours)
 
 
-def wait_for(ready, started) -> None:
-    deadline = time.monotonic() + 120
-    while not ready():
-        assert all(process.poll() is None for process in started), "a process ended before the moment came"
-        assert time.monotonic() < deadline, "the moment never came"
-        time.sleep(0.02)
+def wait_for(ready, started, pause: float = 0.02) -> None:
+    deadline = time.monotonic() + 300
+    try:
+        while not ready():
+            assert all(process.poll() is None for process in started), "a process ended before the moment came"
+            assert time.monotonic() < deadline, "the moment never came"
+            time.sleep(pause)
+    except BaseException:
+        for process in started:
+            process.kill()
+        raise
 
 
 def test_two_processes_train_what_one_process_with_two_devices_does(tmp_path):
@@ -62,6 +67,31 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     one.mkdir()
     program.run(one, *stop, "device.cpu_devices=2")
     assert largest_difference(many, one) < 1e-5
+    assert [row["step"] for row in program.rows(many)] == list(range(1, 9))
+
+
+def test_interrupted_while_they_compile_evaluate_or_save_they_go_on(tmp_path, monkeypatch):
+    """A signal to one of two, at the worst moments, ends both after what they are at; then as without."""
+    many, whole = tmp_path / "many", tmp_path / "whole"
+    options = [*PRETRAIN, "checkpoint.every_seconds=null", "pretrain.eval_rows=1024"]
+    often, uncached = [*options, "checkpoint.every_steps=1"], [*options, "device.compilation_cache="]
+    run = many / "runs/tiny"
+    monkeypatch.setenv(*moments.TELLING)
+    for ready, to, number, overrides, rows in (
+        (moments.compiling(many / "process1/out.txt"), 1, signal.SIGTERM, uncached, (1, 1)),
+        (moments.evaluating(run, 2), 1, signal.SIGTERM, options, (4, 4)),
+        (moments.saving(run), 0, signal.SIGINT, often, (5, 7)),
+    ):
+        started = program.start_many(many, 2, *overrides)
+        wait_for(ready, started, 0.002)
+        started[to].send_signal(number)
+        assert program.end_many(started) == [128 + number] * 2, program.said(many, 0)[-3000:]
+        assert rows[0] <= len(program.rows(many)) <= rows[1]
+    monkeypatch.delenv(moments.TELLING[0])
+    assert program.end_many(program.start_many(many, 2, *options)) == [0, 0], program.said(many, 0)[-3000:]
+    assert program.said(many, 0).count("going on from checkpoint") == 3
+    assert program.end_many(program.start_many(whole, 2, *options)) == [0, 0]
+    assert program.parameters(many) == program.parameters(whole)
     assert [row["step"] for row in program.rows(many)] == list(range(1, 9))
 
 

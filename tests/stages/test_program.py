@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -145,12 +144,6 @@ def test_a_finished_run_says_so_and_exits_0(finished):
     assert len(program.rows(finished)) == STEPS
 
 
-def test_resume_never_refuses_what_exists(finished):
-    text = program.run(finished, "run.resume=never", code=2)
-    assert "run.resume" in text.splitlines()[-1]
-    assert "Traceback" not in text
-
-
 def test_a_stage_runs_alone_from_an_export_and_from_a_run(finished):
     for name, source in (("from_export", "runs/tiny/export"), ("from_run", "runs/tiny")):
         program.run(
@@ -236,40 +229,12 @@ def test_interrupted_while_pairs_are_made_it_ends_before_they_are(tmp_path):
     assert not list((tmp_path / "runs/tiny/checkpoints/steps").iterdir())
 
 
-def test_a_refused_resume_changes_nothing(tmp_path):
-    options = ["stages=[pretrain]", "budget.total=100000", "run.export=false", "checkpoint.every_steps=1"]
-    assert program.kill_when(tmp_path, lambda: len(program.rows(tmp_path)) >= 3, signal.SIGTERM, *options) == 143
-    config = (tmp_path / "runs/tiny/config.yaml").read_text()
-    with open(tmp_path / "runs/tiny/metrics.jsonl", "a") as metrics:  # as after a kill between a row and its checkpoint
-        metrics.write(json.dumps(program.rows(tmp_path)[-1] | {"step": 10**6}) + "\n")
-    rows = (tmp_path / "runs/tiny/metrics.jsonl").read_text()
-    for override, message in {
-        "pretrain.optimizer.name=lion": "does not fit the config",
-        "pretrain.batch_size=8": "`pretrain.batch_size`: the run began with 4, now 8",
-        "model.width=64": "`model.width` was 32, now 64",
-    }.items():
-        assert message in program.run(tmp_path, *options, override, code=2).splitlines()[-1]
-        assert (tmp_path / "runs/tiny/config.yaml").read_text() == config
-        assert (tmp_path / "runs/tiny/metrics.jsonl").read_text() == rows
-
-
 def test_rows_that_somebody_changed_are_noticed(finished, tmp_path):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     metrics = tmp_path / "runs/tiny/metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join([*lines[:4], *lines[5:]]))
     assert "1 steps are missing (the first: 5)" in program.run(tmp_path)
-    metrics.write_text("".join([*lines[:4], "garbage\n", *lines[4:]]))
-    text = program.run(tmp_path, code=2)
-    assert "metrics.jsonl, line 5: not a JSON object" in text.splitlines()[-1]
-    assert "Traceback" not in text
-
-
-def test_a_finished_run_without_its_checkpoints_is_not_begun_anew(finished, tmp_path):
-    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "runs/tiny/checkpoints")
-    assert "there is no checkpoint" in program.run(tmp_path, code=2).splitlines()[-1]
-    assert len(program.rows(tmp_path)) == STEPS
 
 
 def test_a_run_that_diverges_goes_back_and_then_stops_and_says_what_it_saw(tmp_path):
@@ -305,24 +270,6 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
     assert "checkpoint 3 does not verify" in text
     assert "going on from checkpoint 2" in text
     assert [row["step"] for row in program.rows(tmp_path)] == [1, 2, 3, 4]
-
-
-def test_user_errors_exit_2_with_one_message(tmp_path):
-    for override, words in {
-        "run.sede=1": "run.seed",
-        "speculation.drafter=shalow": "shallow",
-        "model.init_from=nowhere": "model.init_from",
-        "data.source={kind: directory, path: nowhere}": "nowhere",
-        "device.mesh.data=3": "device.mesh",
-        "model.hidden=2147483647": "GiB that are here",
-    }.items():
-        folder = tmp_path / re.sub(r"\W", "_", override)
-        folder.mkdir()
-        text = program.run(folder, override, code=2)
-        assert "Traceback" not in text
-        errors = [line for line in text.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1, text
-        assert words in errors[0]
 
 
 def test_report_verb_writes_the_report_again(finished):
@@ -377,22 +324,3 @@ def test_the_plan_is_printed_and_nothing_is_run(tmp_path):
     for words in ("parameters", "mesh data 1", "memory", "reward_model", "4,096"):
         assert words in text, text
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_run_directory_has_one_run_at_a_time_and_one_corpus(tmp_path):
-    options = ["stages=[pretrain]", "budget.total=100000", "run.export=false"]
-    process = program.start(tmp_path, *options)
-    try:
-        while not program.rows(tmp_path):
-            assert process.poll() is None
-            time.sleep(0.02)
-        text = program.run(tmp_path, *options, code=2)
-        assert "is in use by another run" in text.splitlines()[-1]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=120) == 143
-    finally:
-        process.kill()
-    config = (tmp_path / "runs/tiny/config.yaml").read_text()
-    text = program.run(tmp_path, *options, "data.max_documents=30", code=2)
-    assert "began with other data" in text.splitlines()[-1]
-    assert (tmp_path / "runs/tiny/config.yaml").read_text() == config

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import tokenizers
 
 from tlt_jax.config import ConfigError
 from tlt_jax.text import load_tokenizer, train_tokenizer
+from tlt_jax.text import tokenizer as tokenizer_module
 
 ROOT = Path(__file__).resolve().parents[2]
 STORIES = ROOT.parent / "shared" / "data" / "stories260k" / "hf"
@@ -89,6 +92,20 @@ def test_training_is_the_same_in_every_process(tokenizer):
 def test_too_small_a_vocabulary_is_refused():
     with pytest.raises(ConfigError, match=r"data\.tokenizer\.vocab_size is 100"):
         train_tokenizer(TEXTS, 100)
+
+
+def test_words_without_end_are_learnt_from_in_parts(monkeypatch):
+    """Training takes the square of a word's length: whole, these would take hours."""
+    texts = ["x" * 10**6 + " and more", "so  " + "\n" * 10**6 + "on", "abc" * 400_000]
+    begun = time.monotonic()
+    trained = train_tokenizer(texts, 300)
+    assert time.monotonic() - begun < 30
+    assert all(trained.decode(trained.encode(text)) == text for text in texts)
+    monkeypatch.setattr(tokenizer_module, "LONGEST_WORD", 4)
+    monkeypatch.setattr(tokenizer_module, "_LONG", re.compile(r"\S{5,}|\s{5,}"))
+    assert list(tokenizer_module._with_short_words(["abcd 12345678, x      y", ""])) == [
+        "abcd 1234", "5678", ", x    ", "  y", "",
+    ]  # fmt: skip
 
 
 def test_saved_and_loaded_again_is_the_same(tokenizer, tmp_path):

@@ -41,7 +41,7 @@ class Store:
         if not read_only and self._main:
             self._manifests.mkdir(parents=True, exist_ok=True)
             # Orbax would do so in a thread of its own, which complains where the program ends soon.
-            for unfinished in self.folder.glob("steps/*.orbax-checkpoint-tmp*"):
+            for unfinished in self._unfinished():
                 shutil.rmtree(unfinished)
         options = ocp.CheckpointManagerOptions(read_only=read_only, create=not read_only)
         handlers: dict[str, Any] = {
@@ -51,6 +51,7 @@ class Store:
         self._manager = ocp.CheckpointManager(self.folder / "steps", options=options, item_handlers=handlers)
         self._sealing: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._broken = False  # Orbax's threads wait, five minutes long, for what a save that failed half-way won't do
 
     def __enter__(self) -> "Store":
         return self
@@ -99,7 +100,11 @@ class Store:
         args = ocp.args.Composite(
             arrays=ocp.args.StandardSave(arrays), document=ocp.args.JsonSave(json.loads(json.dumps(document)))
         )
-        self._manager.save(step, args=args, force=True)
+        try:
+            self._manager.save(step, args=args, force=True)
+        except BaseException:
+            self._broken = True
+            raise
         self._sealing = threading.Thread(target=self._seal, args=(step,), name="checkpoint-seal")
         self._sealing.start()
 
@@ -141,7 +146,8 @@ class Store:
 
     def close(self) -> None:
         self.wait()
-        self._manager.close()
+        if not self._broken:
+            self._manager.close()
 
     def _seal(self, step: int) -> None:
         """In its own thread: once the save is whole, writes its manifest, and only then deletes what is too old."""
@@ -157,6 +163,9 @@ class Store:
                 (self._manifests / f"{old}.json").unlink(missing_ok=True)
         except BaseException as error:  # handed to the next save, wait or close
             self._failure = error
+            if self._main:  # on a full disk, the room that it takes is what the rest of the run's end needs
+                for unfinished in self._unfinished():
+                    shutil.rmtree(unfinished, ignore_errors=True)
 
     def _check_space(self, arrays: Arrays) -> None:
         """Raises ConfigError where the disk has no room for another checkpoint: a save that fails leaves it full."""
@@ -167,6 +176,9 @@ class Store:
                 f"the disk of {str(self.folder)!r} has {free / 2**20:,.1f} MiB free, and a checkpoint takes"
                 f" {needed / 2**20:,.1f} MiB; expected more room, or a smaller `checkpoint.keep`"
             )
+
+    def _unfinished(self) -> list[Path]:
+        return list(self.folder.glob("steps/*.orbax-checkpoint-tmp*"))
 
     def _steps(self) -> list[int]:
         return [int(path.name) for path in (self.folder / "steps").glob("*") if _is_number(path.name)]

@@ -23,7 +23,7 @@ from tlt_jax.data.tasks import Tasks, read_pairs, tokenize_pairs
 from tlt_jax.text import Tokenizer, load_tokenizer, train_tokenizer
 from tlt_jax.text.tokenizer import from_json
 
-FORMAT = 1  # of an entry of the cache; a change to what is computed here, or how it is stored, takes the next number
+FORMAT = 2  # of an entry of the cache; a change to what is computed here, or how it is stored, takes the next number
 CHUNK = 32  # documents encoded between two reports of progress
 
 Progress = Callable[[str, float], None]
@@ -92,12 +92,18 @@ def _cached(
     config: DataConfig, digest: str, build: Callable[[], _Tokens], counts: dict[str, Any], on_progress: Progress
 ) -> Corpus:
     folder = Path(config.cache_dir).expanduser()
+    built: list[_Tokens] = []
+
+    def fill(path: Path) -> None:
+        built.append(build())
+        _store(path, built[0])
+
     try:
         tokens = _load(folder, digest, on_progress)
         is_cached = tokens is not None
         if tokens is None:
-            tokens = built = build()
-            cache.write_entry(folder, digest, lambda path: _store(path, built))
+            cache.write_entry(folder, digest, fill)  # a folder that cannot be written is found before the work
+            tokens = built[0]
     except OSError as error:
         raise ConfigError(
             f"data.cache_dir is {config.cache_dir!r}; expected a folder that can be written ({error})"

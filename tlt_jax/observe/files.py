@@ -6,9 +6,12 @@ JSON has no NaN and no infinity. A number that is not finite is written as null:
 measured, a key that is null was measured and came out not finite. The report counts the nulls.
 """
 
+import io
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,43 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
     # In the same folder, as a rename is atomic within one file system only; the pid keeps two writers apart.
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(beside, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        with naming(path):
+            with open(beside, "w", encoding="utf-8", newline="") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Give an OSError from inside the path, if it has none: a write, unlike an open, does not say what it was on."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def append_whole(file: io.FileIO, content: bytes) -> None:
+    """Append `content` to a file that was opened for appending without a buffer: all of it, or nothing.
+
+    Raises OSError, with the path, where the disk is full. A buffer would keep what could not be written, and fail again
+    with it when the file is closed.
+    """
+    before, rest = os.fstat(file.fileno()).st_size, memoryview(content)
+    try:
+        with naming(os.fspath(file.name)):
+            while rest:
+                rest = rest[file.write(rest) :]
+    except OSError:
+        os.ftruncate(file.fileno(), before)
+        raise
 
 
 def sweep_temporary(folder: str | os.PathLike[str]) -> None:

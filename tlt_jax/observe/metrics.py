@@ -4,13 +4,14 @@ Appending never rewrites, so a crash can tear the last line and nothing else. Re
 cuts it off when it is opened again, as a new row must not be glued to it.
 """
 
+import io
 import json
 import os
 from collections import Counter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from tlt_jax.observe.files import to_json, write_text_atomically
+from tlt_jax.observe.files import append_whole, naming, to_json, write_text_atomically
 
 
 class MetricsLog:
@@ -28,11 +29,11 @@ class MetricsLog:
         self._file = self._open()
 
     def append(self, row: dict[str, Any]) -> None:
-        """Write one row. Values that are not finite are written as null. Raises ValueError without an integer step."""
+        """Write one row, whole or not at all. Values that are not finite are written as null. Raises ValueError without
+        an integer step, OSError where the disk is full."""
         if not _is_step(row.get("step")):
             raise ValueError(f"a row needs an integer 'step', got {row.get('step')!r}")
-        self._file.write(to_json(row) + "\n")
-        self._file.flush()
+        append_whole(self._file, (to_json(row) + "\n").encode())
 
     def truncate_after(self, step: int) -> int:
         """Drop every row with a step above `step`, atomically; returns how many.
@@ -76,9 +77,8 @@ class MetricsLog:
     def close(self) -> None:
         """Sync to disk and close; closing twice does no harm."""
         if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            with self._file, naming(self.path):
+                os.fsync(self._file.fileno())
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -86,8 +86,8 @@ class MetricsLog:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _open(self) -> IO[str]:
-        return open(self.path, "a", encoding="utf-8", newline="")
+    def _open(self) -> io.FileIO:
+        return io.FileIO(self.path, "a")
 
 
 class NoLog(MetricsLog):

@@ -32,8 +32,8 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
     run_dir = Path(run_dir)
     report = build_report(run_dir)
-    write_json(run_dir / "report.json", report)
     write_text_atomically(run_dir / "report.html", render_page(report))
+    write_json(run_dir / "report.json", report)
     return run_dir / "report.html"
 
 

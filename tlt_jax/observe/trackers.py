@@ -6,11 +6,16 @@ once, as it was last done.
 """
 
 import importlib.util
+import io
+import socket
+import struct
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tlt_jax.config import Config, ConfigError
+from tlt_jax.observe.files import append_whole
 from tlt_jax.observe.mlflow_tracker import MlflowTracker
 from tlt_jax.observe.steady import Steady, log
 from tlt_jax.observe.tracking import Opening, Tracker, numbers
@@ -20,26 +25,44 @@ EXTRA = ("wandb", "mlflow")  # the extra `track` has the packages of these names
 
 
 class TensorBoardTracker:
-    """Scalars as TensorBoard event files in `<run>/tensorboard`, written by tensorboardX."""
+    """Scalars as TensorBoard event files in `<run>/tensorboard`, in the format of tensorboardX.
+
+    Its writer would write from a thread, which a full disk ends: the run would then wait for it without end. Here a
+    row is written when it is logged, and raises OSError.
+    """
 
     def __init__(self, opening: Opening):
         """TensorBoard drops what it had from the first step on that will be logged."""
-        from tensorboardX import SummaryWriter  # slow to import, and only a training run needs it
+        from tensorboardX.proto import event_pb2, summary_pb2  # slow to import, and only a training run needs them
+        from tensorboardX.record_writer import masked_crc32c
 
+        self._event, self._summary, self._checksum = event_pb2.Event, summary_pb2.Summary, masked_crc32c
         folder = opening.folder / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
         # Event files are named by the second: without a number, a run resumed within it would overwrite what it had.
         number = len(list(folder.glob("events.*")))
-        purge_step = opening.first if number else None
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=f".{number}")
+        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{number}"
+        self._file = io.FileIO(folder / name, "a")
+        self._append(file_version="brain.Event:2")
+        if number:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._append(step=opening.first, session_log=start)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record the metrics among `values`; NaN and infinities are left out, as TensorBoard cannot draw them."""
-        for name, value in numbers(values).items():
-            self._writer.add_scalar(name, value, step)
+        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers(values).items()]
+        self._append(step=step, summary=self._summary(value=scalars))
 
     def close(self, failed: bool = False) -> None:
-        """Write out what is pending."""
-        self._writer.close()
+        """Close the file; all is written."""
+        self._file.close()
+
+    def _append(self, **fields: Any) -> None:
+        """One record: its length, the length's checksum, the event, its checksum."""
+        record = self._event(wall_time=time.time(), **fields).SerializeToString()
+        length = struct.pack("<Q", len(record))
+        checks = [struct.pack("<I", self._checksum(part)) for part in (length, record)]
+        append_whole(self._file, length + checks[0] + record + checks[1])
 
 
 TRACKERS: dict[str, Callable[[Opening], Tracker]] = {

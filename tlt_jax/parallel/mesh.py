@@ -1,6 +1,10 @@
 """Choosing devices and building the mesh."""
 
 import math
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,7 @@ def set_up_devices(config: DeviceConfig) -> None:
     """Tells JAX which platform, how many simulated CPU devices and which compilation cache to use.
 
     Call it before anything touches a device, and before other processes are joined. Raises ConfigError if devices
-    exist already in another number.
+    exist already in another number, or XLA_FLAGS holds a name that XLA does not know.
     """
     if config.platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
@@ -32,6 +36,8 @@ def set_up_devices(config: DeviceConfig) -> None:
                 f"`device.cpu_devices` is {config.cpu_devices}; expected {jax.local_device_count()}, with which JAX"
                 " already runs in this process"
             ) from None
+    else:
+        _check_flags()
     if config.compilation_cache:
         folder = Path(config.compilation_cache).expanduser()
         try:
@@ -42,6 +48,21 @@ def set_up_devices(config: DeviceConfig) -> None:
             ) from None
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _check_flags() -> None:
+    """Raises ConfigError for a name in XLA_FLAGS at which XLA would end this process: it is tried in another one."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if not flags.strip():
+        return
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    tried = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    unknown = re.search(r"Unknown flags? in XLA_FLAGS: *(.*)", tried.stderr)
+    if unknown:
+        raise ConfigError(
+            f"the variable XLA_FLAGS is {flags!r}; expected flags of this JAX's XLA (unknown: {unknown[1]})"
+        )
 
 
 def check_devices(config: DeviceConfig) -> None:

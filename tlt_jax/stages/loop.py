@@ -226,6 +226,7 @@ class _PhaseRun:
         self.state, self.skipped = phase.after_return(self._restored(document), self.state), 0
 
     def _evaluate(self, when: str) -> dict[str, float]:
+        log.debug("%s %s: evaluating, %s its steps", self.phase.stage, self.phase.name, when)
         with self.run.timed("evaluate"):
             self.state, metrics = self.phase.evaluate(self.state, when)
         return metrics

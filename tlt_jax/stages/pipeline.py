@@ -51,9 +51,9 @@ def run_all(config: Config) -> StageResult:
             if run.finished:
                 assert run.document is not None
                 _check_place(run, config.stages)
+                run.warn_of_changes(ModelShape(**run.document["shape"]))
                 run.take_up_rows()
                 run.recorded = True  # there is nothing to add
-                run.warn_of_changes(ModelShape(**run.document["shape"]))
                 log.info("this run is finished (%d steps); nothing is left to do; more needs a new run.name", run.step)
                 models = saved_models(run.folder, run.mesh)
             else:
@@ -217,7 +217,8 @@ def _report(run: Run) -> None:
     failing = sys.exc_info()[0] is not None
     try:
         log.info("report: %s", write_report(run.folder))
-    except Exception:
+    except Exception as error:
         if not failing:
             raise
-        log.exception("the report could not be written")
+        log.warning("the report could not be written: %s", error)
+        log.debug("the report", exc_info=error)

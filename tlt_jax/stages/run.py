@@ -185,11 +185,11 @@ class Run:
         """Takes up the run directory's rows, and writes what this run is: config, tokenizer, facts. Not before it is
         sure that it can go on: a command that is refused changes nothing."""
         if self.main and self.shape is not None and not self.recorded:
+            self.warn_of_changes(self.shape)
             logged = self.take_up_rows()
             tree = redacted(_resolved(self.config, self.shape))
             self.trackers = open_trackers(self.config, self.folder, tree, self.step + 1, logged)
             self.recorded = True
-            self.warn_of_changes(self.shape)
             write_text_atomically(self.folder / "config.yaml", dump_config(_resolved(self.config, self.shape)))
             self.corpus.tokenizer.save(self.folder)
             self.write_results()
@@ -198,6 +198,7 @@ class Run:
         """Brings metrics.jsonl and samples.jsonl to where the checkpoint is; returns the last step that was written.
         Raises ConfigError for damaged rows."""
         try:
+            self.samples.count()  # damage is found before anything is changed
             rows = read_rows(self.metrics.path)
             self.account.take_up(*spent_before(self.document, self._results(), rows))
             self.metrics.truncate_after(self.step)
@@ -215,7 +216,8 @@ class Run:
             tracker.close(failed)
 
     def warn_of_changes(self, shape: ModelShape) -> None:
-        """Says which keys differ from those of the config that the run directory holds, for a model of this shape."""
+        """Says which keys differ from those of the config that the run directory holds, for a model of this shape.
+        Raises ConfigError if that one cannot be read."""
         if not self.main:
             return
         path = self.folder / "config.yaml"
@@ -263,10 +265,10 @@ def open_run(config: Config) -> Iterator[Run]:
         check_devices(config.device)
         if company.process == 0:
             _make_folder(config, folder)
+            stack.enter_context(_locked(config, folder))
             set_up_logging(folder)
             # After a failure the log stays open, for whoever reports it.
             stack.push(lambda kind, error, traceback: close_logging() if kind is None else None)
-            stack.enter_context(_locked(folder))
             sweep_temporary(folder)
         else:
             log_errors_alone()
@@ -307,9 +309,13 @@ def _make_folder(config: Config, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"`run.output_dir` is {config.run.output_dir!r}; expected a folder that can be written ({error})"
-        ) from None
+        raise _unwritable(config, error) from None
+
+
+def _unwritable(config: Config, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"`run.output_dir` is {config.run.output_dir!r}; expected a folder that can be written ({error})"
+    )
 
 
 def _prepared(config: Config, progress: Progress, company: Company) -> Corpus:
@@ -328,9 +334,13 @@ def _prepared(config: Config, progress: Progress, company: Company) -> Corpus:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds the run directory. Raises ConfigError if another process does."""
-    with open(folder / ".lock", "w") as file:
+def _locked(config: Config, folder: Path) -> Iterator[None]:
+    """Holds the run directory. Raises ConfigError if another process does, or it cannot be written."""
+    try:
+        file = open(folder / ".lock", "w")  # noqa: SIM115 - what happens inside the context raises errors of its own
+    except OSError as error:
+        raise _unwritable(config, error) from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

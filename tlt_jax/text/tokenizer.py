@@ -6,7 +6,8 @@ even the text "<|end|>", and no template adds one behind the caller's back: so t
 
 import functools
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ BOS, EOS = "<|begin|>", "<|end|>"
 ANY_TEXT = (
     "A text: \u00e4\u00f6\u00fc \u4e2d\U0001f600\n\t{}"  # of every kind of character that an encoder may stumble over
 )
+# Training takes time by the square of a word's length, and cannot be interrupted: a million letters take hours.
+LONGEST_WORD = 1000  # characters without a space, or of spaces alone, that training sees as one word
+_LONG = re.compile(rf"\S{{{LONGEST_WORD + 1},}}|\s{{{LONGEST_WORD + 1},}}")
 MOST_GAPS = 4  # ids per entry that a vocabulary may take up
 
 # Tried in this order when no file beside a tokenizer.json says which token begins or ends a text.
@@ -104,7 +108,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE over `texts`, with `<|begin|>` as BOS (id 0) and `<|end|>` as EOS (id 1). Deterministic.
 
     Every byte is in the vocabulary, so that every text can be encoded and comes back unchanged. Texts too few for
-    `vocab_size` merges give a smaller vocabulary. Raises ConfigError if `vocab_size` is below 258 (256 bytes and 2
+    `vocab_size` merges give a smaller vocabulary. A word of more than LONGEST_WORD characters is learnt from in parts
+    of that length; the tokenizer itself cuts nothing. Raises ConfigError if `vocab_size` is below 258 (256 bytes and 2
     special).
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -116,7 +121,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator(_with_short_words(texts), trainer)
     # For readers of the exported file: `tokenizer(text)` of transformers begins as our training texts do.
     backend.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, backend.token_to_id(BOS))]
@@ -124,6 +129,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     bos_id, eos_id = backend.token_to_id(BOS), backend.token_to_id(EOS)
     assert bos_id is not None and eos_id is not None
     return from_json(backend.to_str(), bos_id, eos_id)
+
+
+def _with_short_words(texts: Iterable[str]) -> Iterator[str]:
+    """The texts; one with longer words than LONGEST_WORD as several, cut inside these."""
+    for text in texts:
+        start = 0
+        for long in _LONG.finditer(text):
+            for end in range(long.start() + LONGEST_WORD, long.end(), LONGEST_WORD):
+                yield text[start:end]
+                start = end
+        yield text[start:]
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
