@@ -294,6 +294,42 @@ def test_a_save_that_fails_says_so_later(tmp_path, wait):
     store.close()  # said once, and it closes
 
 
+def test_a_save_that_fails_at_once_is_not_waited_for(tmp_path, monkeypatch):
+    """Its threads would wait five minutes for each other."""
+    store, closed = Store(filled(tmp_path / "checkpoints", (1,))), []
+
+    def fail(*_, **__):
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._manager, "save", fail)
+        patch.setattr(store._manager, "close", lambda: closed.append(True))
+        with pytest.raises(OSError, match="no room"), store:
+            store.save(2, arrays(2), {})
+    assert not closed
+    store._manager.close()
+    with Store(tmp_path / "checkpoints") as store:
+        assert store.newest() == 1
+
+
+def test_what_a_save_that_failed_leaves_is_removed(tmp_path, monkeypatch):
+    """On a full disk the rest of the run's end needs the room."""
+    store = Store(filled(tmp_path / "checkpoints", (1,)))
+
+    def fail():
+        (store.folder / "steps/2.orbax-checkpoint-tmp").mkdir()
+        raise OSError("no room")
+
+    store.save(2, arrays(2), {})
+    store.wait()
+    monkeypatch.setattr(store._manager, "wait_until_finished", fail)
+    store._seal(3)
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="no room"):
+        store.close()
+    assert sorted(path.name for path in (store.folder / "steps").iterdir()) == ["1", "2"]
+
+
 def test_the_older_one_stays_until_the_newer_one_is_sealed(tmp_path, monkeypatch):
     folder = filled(tmp_path / "checkpoints", (1,), keep=1)
 

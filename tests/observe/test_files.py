@@ -1,5 +1,7 @@
 """Atomic files, and JSON that stays valid."""
 
+import errno
+import io
 import json
 import math
 import os
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.observe import read_json, sweep_temporary, to_json, write_json, write_text_atomically
+from tlt_jax.observe.files import append_whole
 
 
 def test_replaces_whole_file_and_leaves_nothing_beside(tmp_path):
@@ -25,6 +28,30 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
         write_text_atomically(path, "lone surrogate \ud800")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["file.txt"]
+
+
+class Full(io.FileIO):
+    """A file on a disk that has room for 4 bytes more."""
+
+    room = 4
+
+    def write(self, content):
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = super().write(bytes(content[: self.room]))
+        self.room -= written
+        return written
+
+
+def test_what_is_appended_to_a_full_disk_is_appended_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"row\n")
+    with Full(path, "a") as file, pytest.raises(OSError, match=r"No space left.*rows\.jsonl"):
+        append_whole(file, b"another row\n")
+    assert path.read_bytes() == b"row\n"
+    with Full(path, "a") as file:
+        append_whole(file, b"two\n")
+    assert path.read_bytes() == b"row\ntwo\n"
 
 
 def test_not_finite_becomes_null_at_any_depth():

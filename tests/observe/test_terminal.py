@@ -47,6 +47,21 @@ def test_log_goes_to_file_with_traceback_and_to_console_without(tmp_path, quiet_
     assert not logger.handlers and logger.propagate
 
 
+def test_what_a_library_raises_is_told_by_who_catches_it_and_stands_in_the_file(tmp_path, quiet_logging):
+    console, library = make_console(False), logging.getLogger("absl")
+    set_up_logging(tmp_path, console)
+    try:
+        raise OSError("no room")
+    except OSError:
+        library.exception("the save failed")
+    library.error("something that nobody raises")
+    assert console.file.getvalue() == "error: something that nobody raises\n"
+    text = (tmp_path / "log.txt").read_text()
+    assert "the save failed" in text and "OSError: no room" in text and "something that nobody raises" in text
+    close_logging()
+    assert library.propagate and not [handler for handler in library.handlers if handler.level <= logging.INFO]
+
+
 class Clock:
     now = 0.0
 
