@@ -77,7 +77,15 @@ OVERRIDES = {
         "did you mean 'adamw'",
     ],
     "stages=[pretrian]": ["`stages.0`", "'pretrian'", "pretrain, finetune, align", "did you mean 'pretrain'"],
-    "run.trackers=[wandb]": ["`run.trackers.0`", "'wandb'", "tensorboard"],
+    "run.trackers=[wandbi]": ["`run.trackers.0`", "'wandbi'", "tensorboard", "did you mean 'wandb'"],
+    "tracking.mlflow.tracking_uri=https://me:hunter2@there": [
+        "`tracking.mlflow.tracking_uri`",
+        "MLFLOW_TRACKING_PASSWORD",
+    ],
+    "profile.steps=5:3": ["`profile.steps`", "'5:3'", "a LAST not before it"],
+    "device={precision: O0, compute_dtype: bfloat16}": ["`device`", "compute_dtype (bfloat16)", "precision O0"],
+    "model.loss_chunk=48": ["model.loss_chunk (48)", "data.context_length (128)"],
+    "align.reward_model.accumulation=5": ["align.reward_model.accumulation (5)", "batch_size (32)"],
     "device.platform=cuda": ["`device.platform`", "'cuda'", "auto, cpu, gpu, tpu"],
     "budget.unit=hours": ["`budget.unit`", "'hours'", "steps, tokens, seconds"],
     # keys at odds with each other

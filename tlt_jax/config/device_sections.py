@@ -39,6 +39,11 @@ class DeviceConfig(Section):
         description="O0: float32 everywhere; O1: compute_dtype for activations and products, weights and gradients in"
         " float32; O2: matrices and their gradients in compute_dtype too, with float32 masters; auto: O0 or O1",
     )
+    xla_flags: str = Field(
+        "auto",
+        description="auto: the platform's preset (tlt_jax/parallel/xla_flags.py), as far as this XLA knows it; else"
+        " flags as in the variable XLA_FLAGS, which wins; '' for none",
+    )
     compilation_cache: PathOrNone = Field(
         "~/.cache/tlt_jax/compiled", description="folder of the persistent compilation cache; '' for none"
     )

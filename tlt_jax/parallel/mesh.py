@@ -1,10 +1,6 @@
 """Choosing devices and building the mesh."""
 
 import math
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 from tlt_jax.config import ConfigError
 from tlt_jax.config.device_sections import DeviceConfig, MeshConfig
+from tlt_jax.parallel.xla_flags import set_flags
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -37,7 +34,7 @@ def set_up_devices(config: DeviceConfig) -> None:
                 " already runs in this process"
             ) from None
     else:
-        _check_flags()
+        set_flags(config)
     if config.compilation_cache:
         folder = Path(config.compilation_cache).expanduser()
         try:
@@ -48,21 +45,6 @@ def set_up_devices(config: DeviceConfig) -> None:
             ) from None
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def _check_flags() -> None:
-    """Raises ConfigError for a name in XLA_FLAGS at which XLA would end this process: it is tried in another one."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if not flags.strip():
-        return
-    command = [sys.executable, "-c", "import jax; jax.devices()"]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    tried = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    unknown = re.search(r"Unknown flags? in XLA_FLAGS: *(.*)", tried.stderr)
-    if unknown:
-        raise ConfigError(
-            f"the variable XLA_FLAGS is {flags!r}; expected flags of this JAX's XLA (unknown: {unknown[1]})"
-        )
 
 
 def check_devices(config: DeviceConfig) -> None:

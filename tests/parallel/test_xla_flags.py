@@ -1,0 +1,93 @@
+"""XLA's flags: presets that this XLA knows, and what a user gives."""
+
+import json
+import logging
+import os
+
+import pytest
+
+from tlt_jax.config import ConfigError
+from tlt_jax.config.device_sections import DeviceConfig
+from tlt_jax.parallel import xla_flags
+from tlt_jax.parallel.xla_flags import PRESETS, platform_of, set_flags, unknown
+
+STRANGE = "--xla_of_another_age=true"
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+        monkeypatch.setenv(name, "")  # so that what the test leaves there is taken away
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_this_xla_knows_every_preset(tmp_path):
+    """In one trial: a name that is not known would be said."""
+    every = tuple(flag for preset in PRESETS.values() for flag in preset)
+    assert unknown((*every, STRANGE), tmp_path) == {STRANGE}
+
+
+def test_what_was_found_is_kept_and_not_tried_again(tmp_path, monkeypatch):
+    folder = tmp_path / "compiled"
+    assert unknown((STRANGE,), folder) == {STRANGE}
+    (kept,) = folder.iterdir()
+    assert json.loads(kept.read_text()) == {"unknown": [STRANGE]}
+    monkeypatch.setattr(xla_flags, "_try", lambda flags: pytest.fail("tried again"))
+    assert unknown((STRANGE,), folder) == {STRANGE}
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"unknown": 3}'])
+def test_what_somebody_wrote_there_is_found_anew(tmp_path, monkeypatch, content):
+    monkeypatch.setattr(xla_flags, "_try", lambda flags: {STRANGE})
+    unknown((STRANGE,), tmp_path)
+    (kept,) = tmp_path.iterdir()
+    kept.write_text(content)
+    assert unknown((STRANGE,), tmp_path) == {STRANGE}
+
+
+def test_the_preset_is_set_but_for_what_xla_does_not_know_and_what_stands_there(variables, monkeypatch, caplog):
+    monkeypatch.setitem(PRESETS, "gpu", ("--xla_a=1", "--xla_b=1", STRANGE))
+    monkeypatch.setattr(xla_flags, "_try", lambda flags: {flag for flag in flags if flag == STRANGE})
+    variables.setenv("XLA_FLAGS", "--xla_b=2")
+    with caplog.at_level(logging.WARNING, "tlt_jax"):
+        set_flags(DeviceConfig(platform="gpu", compilation_cache=""))
+    assert os.environ["XLA_FLAGS"] == "--xla_b=2 --xla_a=1"
+    assert STRANGE in caplog.text
+
+
+def test_a_cpu_needs_none_and_tries_none(variables, monkeypatch):
+    monkeypatch.setattr(xla_flags, "_try", lambda flags: pytest.fail("nothing is there to try"))
+    set_flags(DeviceConfig(platform="cpu"))
+    assert "XLA_FLAGS" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("variable", "key", "where"), [(STRANGE, "auto", "the variable XLA_FLAGS"), ("", STRANGE, "`device.xla_flags`")]
+)
+def test_a_users_flag_that_xla_does_not_know_is_refused(variables, tmp_path, variable, key, where):
+    if variable:
+        variables.setenv("XLA_FLAGS", variable)
+    with pytest.raises(ConfigError, match=f"{where}.*unknown: {STRANGE}"):
+        set_flags(DeviceConfig(platform="cpu", xla_flags=key, compilation_cache=str(tmp_path)))
+
+
+def test_a_users_flags_stand_in_the_place_of_the_preset(variables, monkeypatch):
+    monkeypatch.setattr(xla_flags, "_try", lambda flags: set())
+    set_flags(DeviceConfig(platform="gpu", xla_flags="--xla_c=3", compilation_cache=""))
+    assert os.environ["XLA_FLAGS"] == "--xla_c=3"
+
+
+@pytest.mark.parametrize(
+    ("platform", "variable", "expected"),
+    [
+        ("gpu", "", "gpu"),
+        ("auto", "cpu", "cpu"),
+        ("auto", "cuda,cpu", "gpu"),
+        ("auto", "tpu", "tpu"),
+        ("tpu", "cpu", "tpu"),
+    ],
+)
+def test_the_platform_is_the_configs_or_the_variables(variables, platform, variable, expected):
+    variables.setenv("JAX_PLATFORMS", variable)
+    assert platform_of(DeviceConfig(platform=platform)) == expected
