@@ -20,7 +20,8 @@ from tlt_jax.config.device_sections import DeviceConfig
 
 log = logging.getLogger("tlt_jax")
 
-# NVIDIA's guide to performance with JAX and XLA's own flag guidance name these for training across devices.
+# For GPUs: communication beside computation, in large pieces, after NVIDIA's "Tips for High-Performance LLMs with JAX
+# and XLA".
 PRESETS: dict[str, tuple[str, ...]] = {
     "cpu": (),
     "gpu": (
