@@ -25,6 +25,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
+from shapes import SIZES  # noqa: E402
 
 from tlt_jax.config.device_sections import MeshConfig  # noqa: E402
 from tlt_jax.config.stage_sections import OptimizerConfig  # noqa: E402
@@ -37,10 +38,6 @@ from tlt_jax.train.precision import FLOAT32, Precision  # noqa: E402
 from tlt_jax.train.state import Role, abstract_state, new_state  # noqa: E402
 from tlt_jax.train.step import make_update  # noqa: E402
 
-SIZES = {  # Llama's shape, tied
-    "6.5m": ModelShape(4096, 288, 6, 6, 6, 48, 768, 1, 8),
-    "60m": ModelShape(32768, 512, 12, 8, 8, 64, 1408, 1, 8),
-}
 ADAM = OptimizerConfig(learning_rate=1e-3)
 CLOSE = 1e-5
 

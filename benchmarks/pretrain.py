@@ -1,0 +1,288 @@
+"""Pretraining side by side: our update step against a plain loop in torch with transformers' Llama.
+
+    python benchmarks/pretrain.py [--size 6.5m 60m] [--rounds 5] [--quick] [--json FILE]
+
+The same shape, batch (8 x 256 tokens), optimiser (AdamW, torch's fused) and clipping, in float32. Each side has a
+process of its own for each way of using the cores (torch: threads; ours: simulated devices); the best way of each is
+found first, then the two take turns. Medians are printed, and that of the rounds' ratios; beside them the same weights'
+matrix products alone, on each side: what is left of a step when all else costs nothing. Needs the extra `parity`.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROWS, CONTEXT, WARM = 8, 256, 2
+WAYS = {"ours": (1, 2), "torch": (1, 2)}
+STEPS = {"6.5m": 6, "60m": 2}
+
+
+def main() -> None:
+    options = _options()
+    if options.child:
+        side, size, cores = options.child
+        _serve(CHILDREN[side](size, int(cores)))
+        return
+    values: dict[str, Any] = {}
+    ratios: dict[str, float] = {}
+    for size in options.size:
+        values[size], ratios[size] = _compare(size, options.rounds, 2 if options.quick else STEPS[size])
+    result = {
+        "benchmark": "pretrain",
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "torch", "transformers")},
+        "values": values,
+        "ratios": ratios,
+    }
+    line = json.dumps(result)
+    if options.json:
+        Path(options.json).write_text(line + "\n")
+    print(line)
+
+
+def _compare(size: str, rounds: int, steps: int) -> tuple[dict[str, Any], float]:
+    tokens = steps * ROWS * CONTEXT
+    best: dict[str, Child] = {}
+    trials: dict[str, dict[int, float]] = {}
+    for side, ways in WAYS.items():
+        children = {cores: Child(side, size, cores) for cores in ways}
+        trials[side] = {cores: tokens / child.ask("steps", steps) for cores, child in children.items()}
+        chosen = max(ways, key=lambda cores: trials[side][cores])
+        best[side] = children.pop(chosen)
+        for child in children.values():
+            child.end()
+    speeds: dict[str, list[float]] = {side: [] for side in best}
+    for _ in range(rounds):
+        for side, child in best.items():
+            speeds[side].append(tokens / child.ask("steps", steps))
+    rows = {}
+    for side, child in best.items():
+        speed = statistics.median(speeds[side])
+        rows[side] = {
+            "cores": child.cores,
+            "tokens_per_second": speed,
+            "lowest_and_highest": [min(speeds[side]), max(speeds[side])],
+            "products_tokens_per_second": ROWS * CONTEXT / child.ask("products", 1),
+            "matmul_gflops": child.ask("peak", 1),
+            "gflops": child.ask("flops", 1) * speed / 1e9,
+            "peak_memory_mib": child.ask("memory", 1),
+            "trials": trials[side],
+        }
+        rows[side]["share_of_matmul_peak"] = rows[side]["gflops"] / rows[side]["matmul_gflops"]
+        child.end()
+    ratio = statistics.median(a / b for a, b in zip(speeds["ours"], speeds["torch"], strict=True))
+    _print(size, rows, ratio)
+    return rows, ratio
+
+
+def _print(size: str, rows: dict[str, Any], ratio: float) -> None:
+    heads = ("", "cores", "tokens/s", "products alone", "GFLOP/s", "of matmul peak", "peak MiB")
+    print(f"{size}, batch {ROWS} x {CONTEXT}: ours is {ratio:.2f} of torch")
+    print("".join(f"{head:>16}" for head in heads))
+    for side, row in rows.items():
+        print(
+            f"{side:>16}{row['cores']:>16}{row['tokens_per_second']:>16.0f}{row['products_tokens_per_second']:>16.0f}"
+            f"{row['gflops']:>16.1f}{row['share_of_matmul_peak']:>16.1%}{row['peak_memory_mib']:>16.0f}"
+        )
+
+
+class Child:
+    """A side's process: it builds its model once, and measures when asked."""
+
+    def __init__(self, side: str, size: str, cores: int):
+        self.cores = cores
+        command = [sys.executable, __file__, "--child", side, size, str(cores)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(cores)}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def ask(self, what: str, count: int) -> float:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{what} {count}\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"a child ended: exit code {self._process.wait()}")
+        return float(answer)
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+def _serve(measures: dict[str, Callable[[int], float]]) -> None:
+    for line in sys.stdin:
+        what, count = line.split()
+        print(measures[what](int(count)), flush=True)
+
+
+def _timed(act: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+def _memory(_: int) -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _ours(size: str, cores: int) -> dict[str, Callable[[int], float]]:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", cores)
+    import jax.numpy as jnp
+    import numpy as np
+    from shapes import SIZES, matrix_products
+
+    from tlt_jax.config.device_sections import MeshConfig
+    from tlt_jax.config.stage_sections import OptimizerConfig
+    from tlt_jax.models.declare import initialise
+    from tlt_jax.models.transformer import Transformer
+    from tlt_jax.observe.utilisation import training_flops
+    from tlt_jax.parallel.mesh import make_mesh
+    from tlt_jax.parallel.sharding import put_batch
+    from tlt_jax.train.losses import next_token_objective
+    from tlt_jax.train.state import Role, new_state
+    from tlt_jax.train.step import make_update
+
+    shape, mesh = SIZES[size], make_mesh(MeshConfig())
+    roles = {"policy": Role(lambda declare: Transformer(shape, declare), OptimizerConfig(learning_rate=1e-3))}
+    objective = next_token_objective(dtype=jnp.dtype("float32"), remat="none", exit_weight=0.0, exit_stride=1)
+    update = make_update(objective, roles, mesh)
+    state = new_state(roles, {"policy": initialise(roles["policy"].build, mesh, jax.random.key(0))}, mesh)
+    tokens = np.random.default_rng(0).integers(0, shape.vocab, (1, ROWS, CONTEXT + 1)).astype(np.int32)
+    ones = np.ones((1, ROWS, CONTEXT), np.int32)
+    positions = np.broadcast_to(np.arange(CONTEXT, dtype=np.int32), ones.shape)
+    batch = put_batch(
+        mesh,
+        {
+            "tokens": tokens[..., :-1],
+            "targets": tokens[..., 1:],
+            "segments": ones,
+            "positions": positions,
+            "weights": ones.astype(np.float32),
+        },
+        leading=1,
+    )
+
+    def steps(count: int) -> float:
+        nonlocal state
+        for _ in range(WARM):
+            state, _ = update(state, batch, np.float32(0.5))
+        jax.block_until_ready(state)
+
+        def run() -> None:
+            nonlocal state
+            for _ in range(count):
+                state, _ = update(state, batch, np.float32(0.5))
+            jax.block_until_ready(state)
+
+        return _timed(run)
+
+    def products(_: int) -> float:
+        shapes = sorted(set(all_products := matrix_products(shape, ROWS * CONTEXT)))
+        pairs = {s: (jnp.ones(s[:2]), jnp.ones(s[1:])) for s in shapes}
+        dot = jax.jit(jnp.dot)
+        seconds = {}
+        for s, (a, b) in pairs.items():
+            dot(a, b).block_until_ready()
+            seconds[s] = min(_timed(lambda a=a, b=b: dot(a, b).block_until_ready()) for _ in range(3))
+        return sum(seconds[s] for s in all_products)
+
+    def peak(_: int) -> float:
+        a, dot = jnp.ones((2048, 2048)), jax.jit(jnp.dot)
+        dot(a, a).block_until_ready()
+        return 2 * 2048**3 / min(_timed(lambda: dot(a, a).block_until_ready()) for _ in range(5)) / 1e9
+
+    flops = training_flops(shape, CONTEXT)
+    return {"steps": steps, "products": products, "peak": peak, "flops": lambda _: flops, "memory": _memory}
+
+
+def _torch(size: str, cores: int) -> dict[str, Callable[[int], float]]:
+    import torch
+    import transformers
+    from shapes import SIZES, matrix_products
+
+    from tlt_jax.observe.utilisation import training_flops
+
+    torch.set_num_threads(cores)
+    torch.manual_seed(0)
+    shape = SIZES[size]
+    config = transformers.LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.hidden,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    tokens = torch.randint(0, shape.vocab, (ROWS, CONTEXT + 1))
+
+    def step() -> None:
+        logits = model(tokens[:, :-1], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def steps(count: int) -> float:
+        for _ in range(WARM):
+            step()
+        return _timed(lambda: [step() for _ in range(count)])
+
+    def products(_: int) -> float:
+        all_products = matrix_products(shape, ROWS * CONTEXT)
+        seconds = {}
+        for m, k, n in set(all_products):
+            a, b = torch.ones(m, k), torch.ones(k, n)
+            a @ b
+            seconds[m, k, n] = min(_timed(lambda a=a, b=b: a @ b) for _ in range(3))
+        return sum(seconds[product] for product in all_products)
+
+    def peak(_: int) -> float:
+        a = torch.ones(2048, 2048)
+        a @ a
+        return 2 * 2048**3 / min(_timed(lambda: a @ a) for _ in range(5)) / 1e9
+
+    flops = training_flops(shape, CONTEXT)
+    return {"steps": steps, "products": products, "peak": peak, "flops": lambda _: flops, "memory": _memory}
+
+
+CHILDREN = {"ours": _ours, "torch": _torch}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="the small model, two rounds of two steps")
+    parser.add_argument("--json", help="also write the result there")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.quick:
+        options.size, options.rounds = ["6.5m"], 2
+    return options
+
+
+if __name__ == "__main__":
+    main()
