@@ -74,7 +74,7 @@ def test_a_full_disk_is_one_message_and_the_run_goes_on_when_there_is_room(whole
     with Store(tmp_path / "first/tiny/checkpoints", read_only=True) as store:
         newest = store.newest()
         assert newest is not None and store.document(newest)["step"] >= 1
-    assert not list((tmp_path / "first/tiny/checkpoints/steps").glob("*tmp*"))
+    assert not list((tmp_path / "runs/tiny/checkpoints/steps").glob("*tmp*"))
     assert program.parameters(tmp_path) == program.parameters(whole)
     assert [row["step"] for row in program.rows(tmp_path)] == list(range(1, STEPS + 1))
 
@@ -103,7 +103,7 @@ def test_where_nothing_can_be_written_nothing_is_done(whole, tmp_path):
         "the run": ["`run.output_dir`", "Read-only file system"],
         "a new run": ["`run.output_dir`", "Read-only file system"],
         "the data": ["data.cache_dir is", "Read-only file system"],
-        "the report": ["Read-only file system", "report.json"],
+        "the report": ["Read-only file system", "report.html"],
         "the export": ["Read-only file system", "exported"],
     }.items():
         assert "code 2" in said[name], said[name]

@@ -104,6 +104,7 @@ class Store:
             self._manager.save(step, args=args, force=True)
         except BaseException:
             self._broken = True
+            self._sweep()
             raise
         self._sealing = threading.Thread(target=self._seal, args=(step,), name="checkpoint-seal")
         self._sealing.start()
@@ -163,9 +164,7 @@ class Store:
                 (self._manifests / f"{old}.json").unlink(missing_ok=True)
         except BaseException as error:  # handed to the next save, wait or close
             self._failure = error
-            if self._main:  # on a full disk, the room that it takes is what the rest of the run's end needs
-                for unfinished in self._unfinished():
-                    shutil.rmtree(unfinished, ignore_errors=True)
+            self._sweep()
 
     def _check_space(self, arrays: Arrays) -> None:
         """Raises ConfigError where the disk has no room for another checkpoint: a save that fails leaves it full."""
@@ -176,6 +175,12 @@ class Store:
                 f"the disk of {str(self.folder)!r} has {free / 2**20:,.1f} MiB free, and a checkpoint takes"
                 f" {needed / 2**20:,.1f} MiB; expected more room, or a smaller `checkpoint.keep`"
             )
+
+    def _sweep(self) -> None:
+        """Removes what a save that failed has written, as far as its threads are done: on a full disk, the rest of the
+        run's end needs the room. What is left goes when the store is opened again."""
+        for unfinished in self._unfinished() if self._main else []:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def _unfinished(self) -> list[Path]:
         return list(self.folder.glob("steps/*.orbax-checkpoint-tmp*"))
