@@ -67,7 +67,11 @@ def _scan(y_BSD, head_DV, targets_BS, weights_BS, chunk, with_gradients):
         return (loss, head_gradient_DV), dy_BCD
 
     start = jnp.zeros((), jnp.float32), jnp.zeros(head_DV.shape if with_gradients else (), jnp.float32)
-    (loss, head_gradient_DV), dy_NBCD = jax.lax.scan(one, start, tuple(map(chunks, (y_BSD, targets_BS, weights_BS))))
+    whole = y_BSD, targets_BS, weights_BS
+    if chunk == length:
+        (loss, head_gradient_DV), dy_BSD = one(start, whole)
+        return (loss, (dy_BSD, head_gradient_DV.astype(head_DV.dtype))) if with_gradients else (loss, None)
+    (loss, head_gradient_DV), dy_NBCD = jax.lax.scan(one, start, tuple(map(chunks, whole)))
     if not with_gradients:
         return loss, None
     return loss, (dy_NBCD.swapaxes(0, 1).reshape(rows, length, width), head_gradient_DV.astype(head_DV.dtype))
