@@ -156,12 +156,14 @@ def story(tmp_path_factory, compilation_cache):
     return SimpleNamespace(folder=folder, run=run, log=log(), wall=sum(walls) - reporting[0])
 
 
+@pytest.mark.faults
 def test_a_step_that_hangs_is_told_and_then_goes_on(story):
     assert "WARNING tlt_jax: pretrain pretrain is stuck: step 2 for " in story.log
     assert "stacks of all threads:\nthread MainThread:" in story.log and "in the_place_that_hangs" in story.log
     assert [row["step"] for row in program.rows(story.folder)] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.faults
 def test_the_account_adds_up_to_the_wall_time_of_all_starts(story):
     seconds = read_json(story.run / "results.json")["account"]
     assert set(seconds) == set(KINDS) and all(value >= 0.0 for value in seconds.values())
@@ -173,6 +175,7 @@ def test_the_account_adds_up_to_the_wall_time_of_all_starts(story):
     assert rows == sorted(rows)  # time does not go back with a restart
 
 
+@pytest.mark.faults
 def test_the_report_has_the_account(story):
     account, results = read_json(story.run / "report.json")["account"], read_json(story.run / "results.json")
     assert account["seconds"] == pytest.approx(results["account"])
@@ -180,6 +183,7 @@ def test_the_report_has_the_account(story):
     assert "The whole run: goodput" in (story.run / "report.html").read_text()
 
 
+@pytest.mark.faults
 def test_the_step_after_a_save_says_how_long_it_held_the_loop(story):
     held = {row["step"]: row["time/checkpoint"] for row in program.rows(story.folder) if "time/checkpoint" in row}
     assert list(held) == [7] and held[7] > 0.0  # saved after step 6; of step 3, the row of step 4 was done again

@@ -199,6 +199,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_parameters(finished, tmp_pat
     assert sum(account.values()) > program.rows(tmp_path)[-1]["seconds"]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_interrupted_it_saves_and_exits(finished, tmp_path, number, code):
     assert (
@@ -237,6 +238,7 @@ def test_rows_that_somebody_changed_are_noticed(finished, tmp_path):
     assert "1 steps are missing (the first: 5)" in program.run(tmp_path)
 
 
+@pytest.mark.faults
 def test_a_run_that_diverges_goes_back_and_then_stops_and_says_what_it_saw(tmp_path):
     options = ["stages=[pretrain]", "budget.total=100", "run.export=false", "pretrain.eval_every=1000"]
     options += ["pretrain.optimizer.learning_rate=1e30", "pretrain.optimizer.warmup_fraction=0.04"]
@@ -257,6 +259,7 @@ def test_secrets_stay_out_of_the_run_directory(tmp_path):
         assert path.is_dir() or b"hunter2" not in path.read_bytes(), path
 
 
+@pytest.mark.faults
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
     options = ["stages=[pretrain]", "budget.total=4", "checkpoint.every_steps=2", "run.export=false"]
     program.run(tmp_path, *options)
