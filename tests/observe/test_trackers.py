@@ -100,7 +100,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_else(monkeyp
     config = load_config(None, ["run.trackers=[tensorboard, mlflow]", f"run.output_dir={tmp_path}/runs"])
     with pytest.raises(ConfigError, match=r"`run.trackers` asks for 'mlflow'.* the extra `track`"):
         check_files(config)
-    from tlt_jax.stages.run import open_run
+    from tlt_jax.stages.opening import open_run
 
     with pytest.raises(ConfigError, match=r"`run.trackers` asks for 'mlflow'"), open_run(config):
         pass

@@ -19,9 +19,10 @@ from tlt_jax.stages.align import run_align
 from tlt_jax.stages.finetune import run_finetune
 from tlt_jax.stages.loop import is_past
 from tlt_jax.stages.models import Models, host_copy, initial_models, saved_models, tokenizer_path
+from tlt_jax.stages.opening import open_run
 from tlt_jax.stages.pretrain import run_pretrain
 from tlt_jax.stages.rollouts import Sampler
-from tlt_jax.stages.run import Run, last_phase, open_run
+from tlt_jax.stages.run import Run, last_phase
 from tlt_jax.text import load_tokenizer
 
 log = logging.getLogger("tlt_jax")
