@@ -70,6 +70,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     assert [row["step"] for row in program.rows(many)] == list(range(1, 9))
 
 
+@pytest.mark.nightly
 def test_interrupted_while_they_compile_evaluate_or_save_they_go_on(tmp_path, monkeypatch):
     """A signal to one of two, at the worst moments, ends both after what they are at; then as without."""
     many, whole = tmp_path / "many", tmp_path / "whole"
