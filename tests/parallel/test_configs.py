@@ -78,6 +78,9 @@ def check(name: str, found: dict) -> None:
     assert len(found["block"]["cache"]) == 32
 
     planned, memory = found["planned"], MACHINES[name][1]
+    # What is planned for is what the compiler's arguments take; the slots' own rows and the exit are small.
+    view_and_cache = planned["decode view"] + planned["cache of all slots"]
+    assert found["block"]["arguments"] == pytest.approx(view_and_cache, rel=0.01)
     for program in ("pretrain", "policy"):
         used = found[program]
         assert used["arguments"] + used["outputs"] - used["aliased"] + used["temporaries"] <= memory

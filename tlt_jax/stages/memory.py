@@ -41,7 +41,7 @@ def memory(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh, dtype: np
     return {
         "weights, gradients and optimiser": 4 * count * (2 + moments),
         "frozen models": 4 * count * frozen,
-        "decode view": dtype.itemsize * count,
+        "decode view": dtype.itemsize * parameters(shape) / mesh.shape["tensor"],
         "cache of all slots": width * config.speculation.slots / rows * positions * dtype.itemsize,
         "a batch": 20.0 * largest / rows * config.data.context_length,
     }

@@ -14,13 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.training.dynamic_scale import DynamicScale
-from jax.sharding import Mesh
 
 from tlt_jax.config.device_sections import DeviceConfig
 from tlt_jax.models.declare import ParamSpec, flatten, unflatten
-from tlt_jax.parallel.hosts import put
 from tlt_jax.parallel.mesh import compute_dtype
-from tlt_jax.parallel.sharding import replicated
 
 LEAST_SCALE = 1.0  # where an overflow is no longer the scale's
 
@@ -57,14 +54,14 @@ def compute_weights(params: Any, specs: dict[str, ParamSpec], precision: Precisi
     return unflatten(params, cast)
 
 
-def new_loss_scale(precision: Precision, mesh: Mesh) -> DynamicScale | None:
-    """A fresh loss scale, replicated; None where none is needed."""
+def loss_scale_of(precision: Precision, make: Callable[[np.ndarray], Any]) -> DynamicScale | None:
+    """A fresh loss scale whose two numbers are what `make` makes of them; None where none is needed."""
     if not precision.scaled:
         return None
     fresh = DynamicScale(minimum_scale=LEAST_SCALE)
-    counts = np.int32(fresh.fin_steps), np.float32(fresh.scale)
-    fin_steps, scale = (put(np.asarray(count), replicated(mesh)) for count in counts)
-    return fresh.replace(fin_steps=fin_steps, scale=scale)
+    return fresh.replace(
+        fin_steps=make(np.asarray(fresh.fin_steps, np.int32)), scale=make(np.asarray(fresh.scale, np.float32))
+    )
 
 
 def value_and_grad(loss: Callable, scale: DynamicScale | None) -> Callable:

@@ -22,7 +22,7 @@ from tlt_jax.models.declare import Declare, flatten, shardings, table, unflatten
 from tlt_jax.parallel.hosts import put
 from tlt_jax.parallel.sharding import abstract, replicated
 from tlt_jax.train.optimizers import learning_rate, make_optimizer
-from tlt_jax.train.precision import FLOAT32, Precision, new_loss_scale
+from tlt_jax.train.precision import FLOAT32, Precision, loss_scale_of
 
 Build = Callable[[Declare], nnx.Module]
 
@@ -67,8 +67,9 @@ def new_state(roles: dict[str, Role], params: dict[str, Any], mesh: Mesh, precis
         name: jax.jit(role.transform().init, out_shardings=opt_shardings(role, mesh))(params[name])
         for name, role in roles.items()
     }
-    step, norm = (put(np.zeros((), dtype), replicated(mesh)) for dtype in (np.int32, np.float32))
-    return TrainState(step, params, opt, norm, new_loss_scale(precision, mesh))
+    scalar = partial(put, shardings=replicated(mesh))
+    step, norm = (scalar(np.zeros((), dtype)) for dtype in (np.int32, np.float32))
+    return TrainState(step, params, opt, norm, loss_scale_of(precision, scalar))
 
 
 def abstract_state(roles: dict[str, Role], mesh: Mesh, precision: Precision = FLOAT32) -> TrainState:
@@ -76,7 +77,8 @@ def abstract_state(roles: dict[str, Role], mesh: Mesh, precision: Precision = FL
     params = {name: role.abstract() for name, role in roles.items()}
     opt = {name: jax.eval_shape(role.transform().init, params[name]) for name, role in roles.items()}
     step, norm = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.int32, np.float32))
-    state = TrainState(step, params, opt, norm, new_loss_scale(precision, mesh))
+    scale = loss_scale_of(precision, lambda number: jax.ShapeDtypeStruct(number.shape, number.dtype))
+    state = TrainState(step, params, opt, norm, scale)
     return abstract(state, state_shardings(roles, mesh, precision))
 
 
@@ -84,7 +86,7 @@ def state_shardings(roles: dict[str, Role], mesh: Mesh, precision: Precision = F
     """The state with a sharding in the place of each array."""
     params = {name: shardings(role.build, mesh) for name, role in roles.items()}
     opt = {name: opt_shardings(role, mesh) for name, role in roles.items()}
-    scale = jax.tree.map(lambda _: replicated(mesh), new_loss_scale(precision, mesh))
+    scale = loss_scale_of(precision, lambda _: replicated(mesh))
     return TrainState(replicated(mesh), params, opt, replicated(mesh), scale)
 
 
