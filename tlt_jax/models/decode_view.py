@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tlt_jax.models.attention import mixed_values
 from tlt_jax.models.declare import shardings
-from tlt_jax.models.transformer import Block, ModelShape, Transformer, block, cast, look_up, mixed_values, rotary
+from tlt_jax.models.transformer import Block, ModelShape, Transformer, block, cast, look_up, rotary
 from tlt_jax.parallel.sharding import DECODE_RULES, named_sharding
 
 

@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tlt_jax.models.attention import causal_attention
 from tlt_jax.models.declare import Declare
+from tlt_jax.models.products import KEPT, linear, swiglu
 from tlt_jax.parallel.sharding import constrain
 
 
@@ -142,24 +144,15 @@ def block(
     eps = layer.shape.norm_eps
     with jax.named_scope("attention"):
         y_BSD = rms_norm(x_BSD, layer.attention_norm, eps)
-        q_BSHN = rotate(jnp.einsum("bsd,dhn->bshn", y_BSD, layer.attention.query), cos_sin)
-        k_BSKN = rotate(jnp.einsum("bsd,dkn->bskn", y_BSD, layer.attention.key), cos_sin)
-        v_BSKN = jnp.einsum("bsd,dkn->bskn", y_BSD, layer.attention.value)
-        mixed_BSHN, kept = attend(q_BSHN, k_BSKN, v_BSKN)
-        x_BSD = x_BSD + jnp.einsum("bshn,hnd->bsd", mixed_BSHN, layer.attention.out)
+        q_BSHN = rotate(linear(y_BSD, layer.attention.query), cos_sin)
+        k_BSKN = rotate(linear(y_BSD, layer.attention.key), cos_sin)
+        mixed_BSHN, kept = attend(q_BSHN, k_BSKN, linear(y_BSD, layer.attention.value))
+        x_BSD = x_BSD + linear(mixed_BSHN, layer.attention.out, 2)
     with jax.named_scope("mlp"):
         y_BSD = rms_norm(x_BSD, layer.mlp_norm, eps)
-        gated_BSF = jax.nn.silu(y_BSD @ layer.mlp.gate) * (y_BSD @ layer.mlp.up)
-        x_BSD = x_BSD + gated_BSF @ layer.mlp.down
+        gated_BSF = swiglu(linear(y_BSD, layer.mlp.gate), linear(y_BSD, layer.mlp.up))
+        x_BSD = x_BSD + linear(gated_BSF, layer.mlp.down)
     return constrain(x_BSD, "batch", None, None), kept
-
-
-def mixed_values(q_BSHN: jax.Array, k_BTKN: jax.Array, v_BTKN: jax.Array, mask_B1ST: jax.Array) -> jax.Array:
-    """Scaled dot-product attention (Vaswani et al. 2017) where the mask is true, [B, S, H, N], softmax in float32."""
-    dtype = q_BSHN.dtype
-    if dtype == jnp.float16 and jax.default_backend() == "cpu":  # which has no such product with float32 sums
-        q_BSHN, k_BTKN, v_BTKN = (a.astype(jnp.float32) for a in (q_BSHN, k_BTKN, v_BTKN))
-    return jax.nn.dot_product_attention(q_BSHN, k_BTKN, v_BTKN, mask=mask_B1ST).astype(dtype)
 
 
 def look_up(embedding_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
@@ -184,13 +177,9 @@ def hidden_states(
     """
     s = model.shape
     cos_sin = rotary(positions_BS, s.head_dim, s.rope_theta)
-    length = tokens_BS.shape[1]
-    mask_B1SS = (segments_BS[:, None, :, None] == segments_BS[:, None, None, :]) & jnp.tril(
-        jnp.ones((length, length), bool)
-    )
 
     def attend(q, k, v):
-        return mixed_values(q, k, v, mask_B1SS), None
+        return causal_attention(q, k, v, segments_BS), None
 
     def layer_step(x_BSD, layer):
         return block(cast(layer, dtype), x_BSD, cos_sin, attend)
@@ -213,7 +202,8 @@ def _part(rows: slice, a: jax.Array) -> jax.Array:
 def _rematerialised(function: Callable, policy: str) -> Callable:
     if policy == "none":
         return function
-    kept = jax.checkpoint_policies.checkpoint_dots if policy == "dots" else jax.checkpoint_policies.nothing_saveable
+    policies = jax.checkpoint_policies
+    kept = policies.save_only_these_names(KEPT) if policy == "dots" else policies.nothing_saveable
     return jax.checkpoint(function, policy=kept, prevent_cse=False)
 
 
