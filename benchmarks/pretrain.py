@@ -1,11 +1,12 @@
 """Pretraining side by side: our update step against a plain loop in torch with transformers' Llama.
 
-    python benchmarks/pretrain.py [--size 6.5m 60m] [--rounds 5] [--quick] [--json FILE]
+    python benchmarks/pretrain.py [--size 6.5m 60m] [--rounds 5] [--tunix PYTHON] [--quick] [--json FILE]
 
 The same shape, batch (8 x 256 tokens), optimiser (AdamW, torch's fused) and clipping, in float32. Each side has a
 process of its own for each way of using the cores (torch: threads; ours: simulated devices); the best way of each is
 found first, then the two take turns. Medians are printed, and that of the rounds' ratios; beside them the same weights'
 matrix products alone, on each side: what is left of a step when all else costs nothing. Needs the extra `parity`.
+With `--tunix`, the interpreter of an environment that holds google-tunix, its trainer takes its turns too.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROWS, CONTEXT, WARM = 8, 256, 2
-WAYS = {"ours": (1, 2), "torch": (1, 2)}
+WAYS = {"ours": (1, 2), "torch": (1, 2), "tunix": (1,)}  # one JAX device uses all cores
 STEPS = {"6.5m": 6, "60m": 2}
 
 
@@ -34,9 +35,10 @@ def main() -> None:
         _serve(CHILDREN[side](size, int(cores)))
         return
     values: dict[str, Any] = {}
-    ratios: dict[str, float] = {}
+    ratios: dict[str, dict[str, float]] = {}
+    pythons = {"ours": sys.executable, "torch": sys.executable} | ({"tunix": options.tunix} if options.tunix else {})
     for size in options.size:
-        values[size], ratios[size] = _compare(size, options.rounds, 2 if options.quick else STEPS[size])
+        values[size], ratios[size] = _compare(size, pythons, options.rounds, 2 if options.quick else STEPS[size])
     result = {
         "benchmark": "pretrain",
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
@@ -51,12 +53,13 @@ def main() -> None:
     print(line)
 
 
-def _compare(size: str, rounds: int, steps: int) -> tuple[dict[str, Any], float]:
+def _compare(size: str, pythons: dict[str, str], rounds: int, steps: int) -> tuple[dict[str, Any], dict[str, float]]:
     tokens = steps * ROWS * CONTEXT
     best: dict[str, Child] = {}
     trials: dict[str, dict[int, float]] = {}
-    for side, ways in WAYS.items():
-        children = {cores: Child(side, size, cores) for cores in ways}
+    for side, python in pythons.items():
+        ways = WAYS[side]
+        children = {cores: Child(python, side, size, cores) for cores in ways}
         trials[side] = {cores: tokens / child.ask("steps", steps) for cores, child in children.items()}
         chosen = max(ways, key=lambda cores: trials[side][cores])
         best[side] = children.pop(chosen)
@@ -81,14 +84,18 @@ def _compare(size: str, rounds: int, steps: int) -> tuple[dict[str, Any], float]
         }
         rows[side]["share_of_matmul_peak"] = rows[side]["gflops"] / rows[side]["matmul_gflops"]
         child.end()
-    ratio = statistics.median(a / b for a, b in zip(speeds["ours"], speeds["torch"], strict=True))
-    _print(size, rows, ratio)
-    return rows, ratio
+    ratios = {
+        side: statistics.median(a / b for a, b in zip(speeds["ours"], theirs, strict=True))
+        for side, theirs in speeds.items()
+        if side != "ours"
+    }
+    _print(size, rows, ratios)
+    return rows, ratios
 
 
-def _print(size: str, rows: dict[str, Any], ratio: float) -> None:
+def _print(size: str, rows: dict[str, Any], ratios: dict[str, float]) -> None:
     heads = ("", "cores", "tokens/s", "products alone", "GFLOP/s", "of matmul peak", "peak MiB")
-    print(f"{size}, batch {ROWS} x {CONTEXT}: ours is {ratio:.2f} of torch")
+    print(f"{size}, batch {ROWS} x {CONTEXT}: ours is " + ", ".join(f"{r:.2f} of {side}" for side, r in ratios.items()))
     print("".join(f"{head:>16}" for head in heads))
     for side, row in rows.items():
         print(
@@ -100,10 +107,11 @@ def _print(size: str, rows: dict[str, Any], ratio: float) -> None:
 class Child:
     """A side's process: it builds its model once, and measures when asked."""
 
-    def __init__(self, side: str, size: str, cores: int):
+    def __init__(self, python: str, side: str, size: str, cores: int):
         self.cores = cores
-        command = [sys.executable, __file__, "--child", side, size, str(cores)]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(cores)}
+        command = [python, __file__, "--child", side, size, str(cores)]
+        path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "OMP_NUM_THREADS": str(cores), "PYTHONPATH": path}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -146,13 +154,12 @@ def _ours(size: str, cores: int) -> dict[str, Callable[[int], float]]:
     jax.config.update("jax_num_cpu_devices", cores)
     import jax.numpy as jnp
     import numpy as np
-    from shapes import SIZES, matrix_products
+    from shapes import SIZES
 
     from tlt_jax.config.device_sections import MeshConfig
     from tlt_jax.config.stage_sections import OptimizerConfig
     from tlt_jax.models.declare import initialise
     from tlt_jax.models.transformer import Transformer
-    from tlt_jax.observe.utilisation import training_flops
     from tlt_jax.parallel.mesh import make_mesh
     from tlt_jax.parallel.sharding import put_batch
     from tlt_jax.train.losses import next_token_objective
@@ -193,6 +200,69 @@ def _ours(size: str, cores: int) -> dict[str, Callable[[int], float]]:
 
         return _timed(run)
 
+    return {"steps": steps, **_jax_measures(shape)}
+
+
+def _tunix(size: str, _: int) -> dict[str, Callable[[int], float]]:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
+    from shapes import SIZES
+    from tunix.models.llama3.model import Llama3, ModelConfig
+    from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
+
+    shape = SIZES[size]
+    config = ModelConfig(
+        num_layers=shape.layers,
+        vocab_size=shape.vocab,
+        embed_dim=shape.width,
+        hidden_dim=shape.hidden,
+        num_heads=shape.heads,
+        head_dim=shape.head_dim,
+        num_kv_heads=shape.kv_heads,
+        rope_theta=int(shape.rope_theta),
+        norm_eps=shape.norm_eps,
+        weight_tying=True,
+    )
+    tokens = np.random.default_rng(0).integers(0, shape.vocab, (ROWS, CONTEXT)).astype(np.int32)
+    example = TrainingInput(input_tokens=tokens, input_mask=np.ones_like(tokens))
+
+    def model_input(given: Any) -> dict[str, Any]:
+        causal = jnp.tril(jnp.ones((CONTEXT, CONTEXT), bool))
+        return {
+            "input_tokens": given.input_tokens,
+            "input_mask": given.input_mask,
+            "positions": jnp.broadcast_to(jnp.arange(CONTEXT), given.input_tokens.shape),
+            "attention_mask": jnp.broadcast_to(causal, (ROWS, CONTEXT, CONTEXT)),
+        }
+
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, 0.9, 0.95, weight_decay=0.0))
+    with jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2):
+        model = Llama3(config, rngs=nnx.Rngs(0))
+        trainer = PeftTrainer(model, optimizer, TrainingConfig(eval_every_n_steps=10**9))
+        trainer = trainer.with_gen_model_input_fn(model_input)
+        trainer.is_managed_externally = True  # train() may be called again
+
+    def steps(count: int) -> float:
+        with jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2):
+            trainer.train([example] * WARM)
+            return _timed(lambda: trainer.train([example] * count))
+
+    return {"steps": steps, **_jax_measures(shape)}
+
+
+def _jax_measures(shape: Any) -> dict[str, Callable[[int], float]]:
+    """What JAX's sides measure beside their steps."""
+    import jax
+    import jax.numpy as jnp
+    from shapes import matrix_products
+
+    from tlt_jax.observe.utilisation import training_flops
+
     def products(_: int) -> float:
         shapes = sorted(set(all_products := matrix_products(shape, ROWS * CONTEXT)))
         pairs = {s: (jnp.ones(s[:2]), jnp.ones(s[1:])) for s in shapes}
@@ -209,7 +279,7 @@ def _ours(size: str, cores: int) -> dict[str, Callable[[int], float]]:
         return 2 * 2048**3 / min(_timed(lambda: dot(a, a).block_until_ready()) for _ in range(5)) / 1e9
 
     flops = training_flops(shape, CONTEXT)
-    return {"steps": steps, "products": products, "peak": peak, "flops": lambda _: flops, "memory": _memory}
+    return {"products": products, "peak": peak, "flops": lambda _: flops, "memory": _memory}
 
 
 def _torch(size: str, cores: int) -> dict[str, Callable[[int], float]]:
@@ -268,13 +338,14 @@ def _torch(size: str, cores: int) -> dict[str, Callable[[int], float]]:
     return {"steps": steps, "products": products, "peak": peak, "flops": lambda _: flops, "memory": _memory}
 
 
-CHILDREN = {"ours": _ours, "torch": _torch}
+CHILDREN = {"ours": _ours, "torch": _torch, "tunix": _tunix}
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tunix", metavar="PYTHON", help="the interpreter of an environment that holds google-tunix")
     parser.add_argument("--quick", action="store_true", help="the small model, two rounds of two steps")
     parser.add_argument("--json", help="also write the result there")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
