@@ -3,10 +3,11 @@
     python benchmarks/pretrain.py [--size 6.5m 60m] [--rounds 5] [--tunix PYTHON] [--quick] [--json FILE]
 
 The same shape, batch (8 x 256 tokens), optimiser (AdamW, torch's fused) and clipping, in float32. Each side has a
-process of its own for each way of using the cores (torch: threads; ours: simulated devices); the best way of each is
-found first, then the two take turns. Medians are printed, and that of the rounds' ratios; beside them the same weights'
-matrix products alone, on each side: what is left of a step when all else costs nothing. Needs the extra `parity`.
-With `--tunix`, the interpreter of an environment that holds google-tunix, its trainer takes its turns too.
+process of its own for each way of using the cores (torch: threads; ours: simulated devices), its memory in huge pages;
+the best way of each is found first, then they take turns. Medians are printed, and that of the rounds' ratios; beside
+them the same weights' matrix products alone, on each side: what is left of a step when all else costs nothing. Needs
+the extra `parity`. With `--tunix`, the interpreter of an environment that holds google-tunix, its trainer takes its
+turns too.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from typing import Any
 
 ROWS, CONTEXT, WARM = 8, 256, 2
 WAYS = {"ours": (1, 2), "torch": (1, 2), "tunix": (1,)}  # one JAX device uses all cores
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # a step's buffers are new to the process each time
 STEPS = {"6.5m": 6, "60m": 2}
 
 
@@ -111,7 +113,7 @@ class Child:
         self.cores = cores
         command = [python, __file__, "--child", side, size, str(cores)]
         path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, "OMP_NUM_THREADS": str(cores), "PYTHONPATH": path}
+        environment = {**os.environ, **HUGE_PAGES, "OMP_NUM_THREADS": str(cores), "PYTHONPATH": path}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )

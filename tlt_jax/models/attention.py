@@ -19,7 +19,8 @@ HIDDEN = -1e30  # the score of what the mask hides: finite, so that no gradient 
 
 def mixed_values(q_BSHN: jax.Array, k_BTKN: jax.Array, v_BTKN: jax.Array, mask_B1ST: jax.Array) -> jax.Array:
     """What each query reads, [B, S, H, N], where the mask is true; each query has a key that it sees."""
-    return _one_block(_grouped(q_BSHN, k_BTKN), k_BTKN, v_BTKN, mask_B1ST)[0].reshape(q_BSHN.shape)
+    q_BKGSN, k_BKTN, v_BKTN = _heads_first(q_BSHN, k_BTKN.shape[2]), k_BTKN.swapaxes(1, 2), v_BTKN.swapaxes(1, 2)
+    return _heads_last(_one_block(q_BKGSN, k_BKTN, v_BKTN, mask_B1ST)[0])
 
 
 @jax.custom_vjp
@@ -29,35 +30,34 @@ def causal_attention(q_BSHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, se
 
 
 def _forward(q_BSHN, k_BSKN, v_BSKN, segments_BS):
-    q_BSKGN = _grouped(q_BSHN, k_BSKN)
+    q_BKGSN, k_BKSN, v_BKSN = _heads_first(q_BSHN, k_BSKN.shape[2]), k_BSKN.swapaxes(1, 2), v_BSKN.swapaxes(1, 2)
     blocks = [
-        _one_block(q_BSKGN[:, start:end], k_BSKN[:, :end], v_BSKN[:, :end], _mask(segments_BS, start, end))
+        _one_block(q_BKGSN[..., start:end, :], k_BKSN[:, :, :end], v_BKSN[:, :, :end], _mask(segments_BS, start, end))
         for start, end in _blocks(q_BSHN.shape[1])
     ]
-    mixed_BSKGN = checkpoint_name(jnp.concatenate([mixed for mixed, _ in blocks], axis=1), KEPT)
+    mixed_BKGSN = checkpoint_name(jnp.concatenate([mixed for mixed, _ in blocks], axis=3), KEPT)
     log_sums = [checkpoint_name(log_sum_BKGS1, KEPT) for _, log_sum_BKGS1 in blocks]
-    return mixed_BSKGN.reshape(q_BSHN.shape), (q_BSHN, k_BSKN, v_BSKN, segments_BS, mixed_BSKGN, log_sums)
+    return _heads_last(mixed_BKGSN), (q_BKGSN, k_BKSN, v_BKSN, segments_BS, mixed_BKGSN, log_sums)
 
 
 def _backward(kept, d_BSHN):
     """With P the probabilities, O = P V and D = rowsum(dO * O): dV = P^T dO, dS = P * (dO V^T - D), dQ = dS K and
     dK = dS^T Q, both times the scale (FlashAttention-2, section 2.2)."""
-    q_BSHN, k_BSKN, v_BSKN, segments_BS, mixed_BSKGN, log_sums = kept
-    q_BSKGN, d_BSKGN = _grouped(q_BSHN, k_BSKN), _grouped(d_BSHN, k_BSKN)
-    along_BSKG = jnp.sum(d_BSKGN.astype(jnp.float32) * mixed_BSKGN.astype(jnp.float32), axis=-1)
-    along_BKGS1 = jnp.moveaxis(along_BSKG, 1, 3)[..., None]
-    scale = q_BSHN.shape[-1] ** -0.5
-    dq, dk_BSKN, dv_BSKN = [], jnp.zeros(k_BSKN.shape, jnp.float32), jnp.zeros(v_BSKN.shape, jnp.float32)
-    for (start, end), log_sum_BKGS1 in zip(_blocks(q_BSHN.shape[1]), log_sums, strict=True):
-        q, d, k, v = q_BSKGN[:, start:end], d_BSKGN[:, start:end], k_BSKN[:, :end], v_BSKN[:, :end]
+    q_BKGSN, k_BKSN, v_BKSN, segments_BS, mixed_BKGSN, log_sums = kept
+    d_BKGSN = _heads_first(d_BSHN, k_BKSN.shape[1])
+    along_BKGS1 = jnp.sum(d_BKGSN.astype(jnp.float32) * mixed_BKGSN.astype(jnp.float32), axis=-1, keepdims=True)
+    scale = q_BKGSN.shape[-1] ** -0.5
+    dq, dk_BKSN, dv_BKSN = [], jnp.zeros(k_BKSN.shape, jnp.float32), jnp.zeros(v_BKSN.shape, jnp.float32)
+    for (start, end), log_sum_BKGS1 in zip(_blocks(d_BSHN.shape[1]), log_sums, strict=True):
+        q, d, along = (a[..., start:end, :] for a in (q_BKGSN, d_BKGSN, along_BKGS1))
+        k, v = k_BKSN[:, :, :end], v_BKSN[:, :, :end]
         p_BKGST = jnp.exp(_scores(q, k, _mask(segments_BS, start, end)) - log_sum_BKGS1)
-        dp_BKGST = _product("bskgn,btkn->bkgst", d, v)
-        ds_BKGST = (p_BKGST * (dp_BKGST - along_BKGS1[..., start:end, :]) * scale).astype(q.dtype)
-        dq.append(_product("bkgst,btkn->bskgn", ds_BKGST, k))
-        dk_BSKN = dk_BSKN.at[:, :end].add(_product("bkgst,bskgn->btkn", ds_BKGST, q))
-        dv_BSKN = dv_BSKN.at[:, :end].add(_product("bkgst,bskgn->btkn", p_BKGST.astype(v.dtype), d))
-    dq_BSHN = jnp.concatenate(dq, axis=1).reshape(q_BSHN.shape)
-    return dq_BSHN.astype(q_BSHN.dtype), dk_BSKN.astype(k_BSKN.dtype), dv_BSKN.astype(v_BSKN.dtype), None
+        ds_BKGST = (p_BKGST * (_product("bkgsn,bktn->bkgst", d, v) - along) * scale).astype(q.dtype)
+        dq.append(_product("bkgst,bktn->bkgsn", ds_BKGST, k))
+        dk_BKSN = dk_BKSN.at[:, :, :end].add(_product("bkgst,bkgsn->bktn", ds_BKGST, q))
+        dv_BKSN = dv_BKSN.at[:, :, :end].add(_product("bkgst,bkgsn->bktn", p_BKGST.astype(v.dtype), d))
+    dq_BSHN = _heads_last(jnp.concatenate(dq, axis=3)).astype(q_BKGSN.dtype)
+    return dq_BSHN, *(a.swapaxes(1, 2).astype(k_BKSN.dtype) for a in (dk_BKSN, dv_BKSN)), None
 
 
 causal_attention.defvjp(_forward, _backward)
@@ -75,25 +75,29 @@ def _mask(segments_BS: jax.Array, start: int, end: int) -> jax.Array:
     return same & (jnp.arange(end) <= jnp.arange(start, end)[:, None])
 
 
-def _grouped(q_BSHN: jax.Array, k_BTKN: jax.Array) -> jax.Array:
-    rows, length, heads, width = q_BSHN.shape
-    kv_heads = k_BTKN.shape[2]
-    return q_BSHN.reshape(rows, length, kv_heads, heads // kv_heads, width)
+def _heads_first(a_BSHN: jax.Array, kv_heads: int) -> jax.Array:
+    """[B, K, G, S, N]: once as all products over heads want it, for XLA would do so for each of them."""
+    rows, length, heads, width = a_BSHN.shape
+    return a_BSHN.reshape(rows, length, kv_heads, heads // kv_heads, width).transpose(0, 2, 3, 1, 4)
 
 
-def _one_block(q_BSKGN, k_BTKN, v_BTKN, mask_B1ST) -> tuple[jax.Array, jax.Array]:
-    """(what the queries read, [B, S, K, G, N]; the logarithm of the sum of exp(scores), [B, K, G, S, 1])."""
-    scores_BKGST = _scores(q_BSKGN, k_BTKN, mask_B1ST)
+def _heads_last(a_BKGSN: jax.Array) -> jax.Array:
+    rows, kv_heads, queries, length, width = a_BKGSN.shape
+    return a_BKGSN.transpose(0, 3, 1, 2, 4).reshape(rows, length, kv_heads * queries, width)
+
+
+def _one_block(q_BKGSN, k_BKTN, v_BKTN, mask_B1ST) -> tuple[jax.Array, jax.Array]:
+    """(what the queries read, [B, K, G, S, N]; the logarithm of the sum of exp(scores), [B, K, G, S, 1])."""
+    scores_BKGST = _scores(q_BKGSN, k_BKTN, mask_B1ST)
     largest_BKGS1 = jnp.max(scores_BKGST, axis=-1, keepdims=True)
     exp_BKGST = jnp.exp(scores_BKGST - largest_BKGS1)
     sum_BKGS1 = jnp.sum(exp_BKGST, axis=-1, keepdims=True)
-    mixed_BSKGN = _product("bkgst,btkn->bskgn", exp_BKGST.astype(v_BTKN.dtype), v_BTKN)
-    mixed_BSKGN /= jnp.moveaxis(sum_BKGS1, 3, 1)
-    return mixed_BSKGN.astype(q_BSKGN.dtype), largest_BKGS1 + jnp.log(sum_BKGS1)
+    mixed_BKGSN = _product("bkgst,bktn->bkgsn", exp_BKGST.astype(v_BKTN.dtype), v_BKTN) / sum_BKGS1
+    return mixed_BKGSN.astype(q_BKGSN.dtype), largest_BKGS1 + jnp.log(sum_BKGS1)
 
 
-def _scores(q_BSKGN: jax.Array, k_BTKN: jax.Array, mask_B1ST: jax.Array) -> jax.Array:
-    scores_BKGST = _product("bskgn,btkn->bkgst", q_BSKGN, k_BTKN) * q_BSKGN.shape[-1] ** -0.5
+def _scores(q_BKGSN: jax.Array, k_BKTN: jax.Array, mask_B1ST: jax.Array) -> jax.Array:
+    scores_BKGST = _product("bkgsn,bktn->bkgst", q_BKGSN, k_BKTN) * q_BKGSN.shape[-1] ** -0.5
     return jnp.where(mask_B1ST[:, :, None], scores_BKGST, HIDDEN)
 
 
