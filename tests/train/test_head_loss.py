@@ -48,6 +48,25 @@ def test_gradients_come_in_the_types_of_what_they_are_of():
         np.testing.assert_allclose(mine.astype(jnp.float32), theirs.astype(jnp.float32), atol=0.1, rtol=0.03)
 
 
+@pytest.mark.parametrize("tokens", [2.0**11, 2.0**20])
+def test_a_loss_scale_reaches_gradients_in_float16_before_they_are_rounded(tokens):
+    """As in plain JAX, where the scale comes first: a weight of one over so many tokens alone would vanish."""
+    y_BSD, head_DV, targets_BS, _ = inputs(jnp.float16)
+    weights_BS = jnp.full((ROWS, LENGTH), 1.0 / tokens)
+
+    def gradients(loss, scale, *args):
+        found = jax.grad(lambda *a: scale * loss(*a), argnums=(0, 1))(*args)
+        return [np.asarray(g, np.float32) / scale for g in found]
+
+    exact = gradients(plain, 1.0, y_BSD.astype(jnp.float32), head_DV.astype(jnp.float32), targets_BS, weights_BS)
+    found = gradients(
+        lambda *a: chunked_cross_entropy(*a, 4), np.float32(2.0**16), y_BSD, head_DV, targets_BS, weights_BS
+    )
+    for mine, theirs in zip(found, exact, strict=True):
+        assert mine.dtype == np.float32
+        np.testing.assert_allclose(mine, theirs, atol=2e-3 * np.abs(theirs).max())
+
+
 def test_large_logits_do_not_overflow():
     y_BSD, head_DV, targets_BS, weights_BS = inputs()
     loss, gradient = jax.value_and_grad(lambda y: chunked_cross_entropy(y, head_DV, targets_BS, weights_BS, 4))(

@@ -25,20 +25,25 @@ def chunked_cross_entropy(
 
 
 def _forward(y_BSD, head_DV, targets_BS, weights_BS, chunk):
-    loss, gradients = _scan(y_BSD, head_DV, targets_BS, weights_BS, chunk, with_gradients=True)
-    return loss, gradients
+    """The gradients of the loss over its largest weight: a weight is 1 over an update's tokens, too small for a narrow
+    type, and the loss scale that would lift it comes with the cotangent, in the backward pass."""
+    largest = jnp.max(weights_BS)
+    unit = jnp.where(largest > 0, largest, 1.0)
+    loss, (dy_BSD, dhead_DV) = _scan(y_BSD, head_DV, targets_BS, weights_BS / unit, chunk, with_gradients=True)
+    return unit * loss, (dy_BSD, dhead_DV, unit, jnp.zeros((), head_DV.dtype))
 
 
-def _backward(chunk, gradients, cotangent):
-    y_BSD, head_DV = ((cotangent * gradient).astype(gradient.dtype) for gradient in gradients)
-    return y_BSD, head_DV, None, None
+def _backward(chunk, kept, cotangent):
+    dy_BSD, dhead_DV, unit, of_heads_type = kept
+    scale = cotangent * unit
+    return (scale * dy_BSD).astype(dy_BSD.dtype), (scale * dhead_DV).astype(of_heads_type.dtype), None, None
 
 
 chunked_cross_entropy.defvjp(_forward, _backward)
 
 
 def _scan(y_BSD, head_DV, targets_BS, weights_BS, chunk, with_gradients):
-    """(loss, (gradient of y, gradient of head)) or (loss, None)."""
+    """(loss, (gradient of y in its type, gradient of head in float32)) or (loss, None)."""
     rows, length, width = y_BSD.shape
 
     def chunks(a: jax.Array) -> jax.Array:
@@ -70,8 +75,8 @@ def _scan(y_BSD, head_DV, targets_BS, weights_BS, chunk, with_gradients):
     whole = y_BSD, targets_BS, weights_BS
     if chunk == length:
         (loss, head_gradient_DV), dy_BSD = one(start, whole)
-        return (loss, (dy_BSD, head_gradient_DV.astype(head_DV.dtype))) if with_gradients else (loss, None)
+        return (loss, (dy_BSD, head_gradient_DV)) if with_gradients else (loss, None)
     (loss, head_gradient_DV), dy_NBCD = jax.lax.scan(one, start, tuple(map(chunks, whole)))
     if not with_gradients:
         return loss, None
-    return loss, (dy_NBCD.swapaxes(0, 1).reshape(rows, length, width), head_gradient_DV.astype(head_DV.dtype))
+    return loss, (dy_NBCD.swapaxes(0, 1).reshape(rows, length, width), head_gradient_DV)
