@@ -160,8 +160,9 @@ def test_at_the_least_scale_an_overflow_is_a_fault():
 
 
 def test_a_loss_that_is_not_finite_is_a_fault_at_any_scale():
-    _, metrics = step(start(), np.nan)
+    after, metrics = step(start(), np.nan)
     assert (metrics["train/overflow"], metrics["train/skipped"]) == (0.0, 1.0)
+    assert float(after.loss_scale.scale) == 2.0**15  # which it says nothing of
 
 
 def test_after_many_steps_the_scale_doubles():

@@ -313,26 +313,62 @@ def guarded():
 
 
 def bits(state) -> dict[str, bytes]:
-    return {path: np.asarray(a).tobytes() for path, a in flatten((state.params, state.opt, state.usual_norm)).items()}
+    return {path: np.asarray(a).tobytes() for path, a in flatten((state.params, state.opt)).items()}
+
+
+def push(state, slope=1.0, offset=0.0):
+    """(the state after an update whose gradient is `slope` in each of 16 places, its metrics)."""
+    made = {"slope": jnp.full((1, 1), slope), "offset": jnp.full((1, 1), offset)}
+    return guarded()[0](state, made, np.float32(0.5))
+
+
+def started(slope=1.0):
+    state, metrics = push(jax.tree.map(jnp.copy, guarded()[1]), slope)
+    assert float(metrics["train/skipped"]) == 0.0
+    return state
 
 
 @pytest.mark.parametrize("fault", [{"slope": np.nan}, {"slope": np.inf}, {"offset": np.nan}, {"slope": 11.0}])
 def test_an_update_that_is_not_finite_or_a_spike_changes_nothing_and_is_counted(fault):
-    update, start = guarded()
-
-    def batch(slope=1.0, offset=0.0):
-        return {"slope": jnp.full((1, 1), slope), "offset": jnp.full((1, 1), offset)}
-
-    copy = jax.tree.map(jnp.copy, start)
-    once, metrics = update(copy, batch(), np.float32(0.5))
-    assert float(metrics["train/skipped"]) == 0.0
-    assert float(once.usual_norm) == pytest.approx(4.0)  # the gradient is 1 in each of 16 places
+    once = started()
+    assert float(once.usual_norm) == pytest.approx(4.0)
     before = bits(once)
-    skipped, metrics = update(once, batch(**fault), np.float32(0.5))
+    skipped, metrics = push(once, **fault)
     assert float(metrics["train/skipped"]) == 1.0
     assert bits(skipped) == before  # the optimiser's count stands still too
     assert int(skipped.step) == 2
-    after, metrics = update(skipped, batch(slope=9.0), np.float32(0.5))
+    usual = 0.95 * 4.0 + 0.05 * 40.0 if fault == {"slope": 11.0} else 4.0
+    assert float(skipped.usual_norm) == pytest.approx(usual)
+    after, metrics = push(skipped, slope=9.0)
     assert float(metrics["train/skipped"]) == 0.0
     assert bits(after) != before
-    assert float(after.usual_norm) == pytest.approx(0.95 * 4.0 + 0.05 * 36.0)
+    assert float(after.usual_norm) == pytest.approx(0.95 * usual + 0.05 * 36.0)
+
+
+def test_updates_without_a_gradient_do_not_change_what_is_usual():
+    """A batch of equal rewards has none; a hundred of them, and an ordinary gradient would be a spike."""
+    state = started()
+    for slope in [0.0, 0.01] * 50:
+        state, metrics = push(state, slope)
+        assert float(metrics["train/skipped"]) == 0.0
+    assert float(state.usual_norm) == pytest.approx(4.0)
+    state, _ = push(state, 0.5)
+    assert float(state.usual_norm) == pytest.approx(0.95 * 4.0 + 0.05 * 2.0)
+
+
+@pytest.mark.parametrize("slope", [0.0, 1e-8])
+def test_a_phase_that_begins_without_a_gradient_takes_the_first_that_comes(slope):
+    state = started(slope)
+    assert float(state.usual_norm) == 0.0
+    state, metrics = push(state, 5.0)
+    assert float(metrics["train/skipped"]) == 0.0
+    assert float(state.usual_norm) == pytest.approx(20.0)
+
+
+def test_gradients_that_stay_large_become_usual():
+    """Twenty times the mean, as where rewards begin to differ: two are skipped, the third is not."""
+    state, skipped = started(), []
+    for _ in range(4):
+        state, metrics = push(state, 20.0)
+        skipped.append(float(metrics["train/skipped"]))
+    assert skipped == [1.0, 1.0, 0.0, 0.0]

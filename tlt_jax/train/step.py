@@ -19,6 +19,7 @@ from tlt_jax.train.precision import FLOAT32, Precision, compute_weights, lowered
 from tlt_jax.train.state import Role, TrainState, state_shardings
 
 NORM_MEMORY = 0.95  # weight of the past in the running mean of the gradient's norm
+NO_GRADIENT = 1e-6  # a norm below it, as of equal rewards, is rounding: no mean begins with it
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -54,7 +55,8 @@ def make_update(
 
     An update whose loss or gradients are not finite, or whose gradient's norm is more than `spike_factor` (0: any)
     times its running mean, changes neither parameters nor optimisers; `train/skipped` is then 1. With a loss scale,
-    gradients that only it made overflow are no fault: `train/overflow` is 1 instead, and the scale half as large.
+    gradients that only it made overflow are no fault: `train/overflow` is 1 instead, and the scale half as large. A
+    loss that is not finite by itself leaves the scale as it is.
 
     The state is donated: use the one that comes back. Metrics are device scalars; `train/grad_norm` (before clipping)
     is the policy's, or all roles' where there is none, and `train/lr` the policy's, or the first role's.
@@ -74,12 +76,14 @@ def make_update(
                 rate = role.rate(progress)
                 params[name] = jax.tree.map(lambda p, u, rate=rate: p + rate * u, state.params[name], updates)
         metrics["train/grad_norm"] = optax.tree.norm(grads["policy"] if "policy" in roles else grads)
-        sound, usual_norm = _judged(metrics["train/loss"], grads, state.usual_norm, spike_factor)
+        finite = jnp.isfinite(metrics["train/loss"])
+        sound, usual_norm = _judged(finite, optax.tree.norm(grads), state.usual_norm, spike_factor)
         params, opt = jax.tree.map(partial(jnp.where, sound), (params, opt), (state.params, state.opt))
         metrics["train/skipped"] = 1.0 - sound
         metrics["train/lr"] = roles[main].rate(progress)
         if loss_scale is not None and state.loss_scale is not None:
-            overflow = (loss_scale.scale < state.loss_scale.scale) & jnp.isfinite(metrics["train/loss"])
+            overflow = (loss_scale.scale < state.loss_scale.scale) & finite
+            loss_scale = jax.tree.map(partial(jnp.where, finite), loss_scale, state.loss_scale)
             metrics["train/skipped"] *= 1.0 - overflow
             metrics |= {"train/overflow": 1.0 * overflow, "train/loss_scale": jnp.asarray(state.loss_scale.scale)}
         return TrainState(state.step + 1, params, opt, usual_norm, loss_scale), metrics
@@ -88,14 +92,21 @@ def make_update(
     return Program("update", compiled, mesh, varies=1)
 
 
-def _judged(loss: jax.Array, grads: Any, usual: jax.Array, spike_factor: float) -> tuple[jax.Array, jax.Array]:
-    """(whether an update can be made, the running mean of the gradient's norm after it)."""
-    norm = optax.tree.norm(grads)
-    sound = jnp.isfinite(loss) & jnp.isfinite(norm)
-    if spike_factor:
-        sound &= (usual == 0.0) | (norm <= spike_factor * usual)
-    mean = jnp.where(usual == 0.0, norm, NORM_MEMORY * usual + (1.0 - NORM_MEMORY) * norm)
-    return sound, jnp.where(sound, mean, usual)
+def _judged(finite: jax.Array, norm: jax.Array, usual: jax.Array, factor: float) -> tuple[jax.Array, jax.Array]:
+    """(whether an update can be made, the running mean of the gradient's norm after it).
+
+    Into the mean a spike goes as the largest norm that is none, so that what lasts becomes usual; a norm as far below
+    the mean, as of a batch whose rewards are all equal, does not go in: after many of those, what is usual would be a
+    spike.
+    """
+    finite &= jnp.isfinite(norm)
+    if not factor:
+        return finite, usual
+    first, most = usual == 0.0, factor * usual
+    mean = NORM_MEMORY * usual + (1.0 - NORM_MEMORY) * jnp.minimum(norm, most)
+    begun = jnp.where(norm > NO_GRADIENT, norm, 0.0)
+    moved = jnp.where(first, begun, jnp.where(norm * factor < usual, usual, mean))
+    return finite & (first | (norm <= most)), jnp.where(finite, moved, usual)
 
 
 def _gradients(
