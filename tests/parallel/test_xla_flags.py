@@ -4,12 +4,15 @@ import json
 import logging
 import os
 
+import jax
 import pytest
+from pydantic import ValidationError
 
 from tlt_jax.config import ConfigError
 from tlt_jax.config.device_sections import DeviceConfig
 from tlt_jax.parallel import xla_flags
-from tlt_jax.parallel.xla_flags import PRESETS, platform_of, set_flags, unknown
+from tlt_jax.parallel.mesh import set_up_devices
+from tlt_jax.parallel.xla_flags import PRESETS, platform_of, refuse_late, set_flags, unknown
 
 STRANGE = "--xla_of_another_age=true"
 
@@ -70,6 +73,35 @@ def test_a_users_flag_that_xla_does_not_know_is_refused(variables, tmp_path, var
         variables.setenv("XLA_FLAGS", variable)
     with pytest.raises(ConfigError, match=f"{where}.*unknown: {STRANGE}"):
         set_flags(DeviceConfig(platform="cpu", xla_flags=key, compilation_cache=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--xla_cpu_enable_fast_math=maybe", "Couldn't interpret value maybe"),
+        ("a_file_of_flags", 'Could not open file "a_file_of_flags"'),
+    ],
+)
+def test_a_users_flags_that_xla_cannot_read_are_refused(variables, tmp_path, flags, said):
+    """XLA would end the process for them."""
+    variables.setenv("XLA_FLAGS", flags)
+    with pytest.raises(ConfigError, match=f"the variable XLA_FLAGS is '{flags}'.*{said}"):
+        set_flags(DeviceConfig(platform="cpu", compilation_cache=str(tmp_path)))
+
+
+def test_words_that_are_no_flags_are_refused_by_the_config():
+    with pytest.raises(ValidationError, match=r"xla_flags has 'xla_b=2'; expected 'auto', or words"):
+        DeviceConfig(xla_flags="--xla_a=1 xla_b=2")
+
+
+def test_flags_that_come_too_late_are_refused(variables):
+    """JAX runs in this process."""
+    config = DeviceConfig(platform="cpu", cpu_devices=jax.local_device_count(), xla_flags="--xla_a=1 --xla_b=2")
+    with pytest.raises(ConfigError, match=r"before JAX began to run in this process \(not there: --xla_a=1 --xla_b=2\)"):
+        set_up_devices(config)
+    variables.setenv("XLA_FLAGS", "--xla_b=2 --xla_a=1")
+    refuse_late(config)
+    refuse_late(DeviceConfig())
 
 
 def test_a_users_flags_stand_in_the_place_of_the_preset(variables, monkeypatch):

@@ -4,12 +4,12 @@ import json
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from tlt_jax.config import load_config
@@ -17,7 +17,7 @@ from tlt_jax.data.loader import Loader
 from tlt_jax.stages import insight
 from tlt_jax.stages.insight import Insight, largest_buffers
 from tlt_jax.stages.pipeline import pretrain
-from tlt_jax.stages.supervised import Supervised
+from tlt_jax.stages.supervised import Supervised, _when_ready
 
 ROOT = Path(__file__).resolve().parents[2]
 UPDATE = {
@@ -133,14 +133,26 @@ def test_the_largest_buffers_come_first():
     assert largest_buffers(arrays) == [("a/large", 64.0), ("a/small", 8.0)]
 
 
-def test_waiting_counts_only_where_the_devices_have_run_out_of_work(monkeypatch):
-    ticks = iter(np.arange(0.0, 10.0, 0.5))
+@pytest.mark.parametrize(
+    ("done", "waited"),
+    [(None, 2.0), (5.0, 2.0), (11.5, 0.5), (12.0, 0.0), (math.inf, 0.0)],
+    ids=["no update yet", "before", "meanwhile", "as it came", "not yet"],
+)
+def test_waiting_counts_from_when_the_devices_have_run_out_of_work(monkeypatch, done, waited):
+    """The batch is asked for at 10 and comes at 12."""
+    ticks = iter([10.0, 12.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(ticks))
-    phase = SimpleNamespace(waited=0.0, loader=iter([1, 2, 3]))
-    for ready, waited in ((None, 0.5), (False, 0.5), (True, 1.0)):
-        phase._last = None if ready is None else SimpleNamespace(is_ready=lambda ready=ready: ready)
-        Supervised._next(phase)
-        assert phase.waited == waited
+    future = None if done is None else Future()
+    if done is not None and done < math.inf:
+        future.set_result(done)
+    phase = SimpleNamespace(waited=0.0, loader=iter([1]), _done=future)
+    assert Supervised._next(phase) == 1
+    assert phase.waited == waited
+
+
+def test_a_watched_array_is_waited_for():
+    before = time.monotonic()
+    assert before <= _when_ready(jnp.ones(3) + 1) <= time.monotonic()
 
 
 @pytest.mark.slow

@@ -57,6 +57,13 @@ class DeviceConfig(Section):
     join_seconds: PositiveFloat = Field(60.0, description="how long the processes wait for each other at the start")
 
     @model_validator(mode="after")
+    def _flags(self):
+        strange = [word for word in self.xla_flags.split() if not word.startswith("--")]
+        if strange and self.xla_flags != "auto":
+            raise ValueError(f"xla_flags has {strange[0]!r}; expected 'auto', or words that begin with '--'")
+        return self
+
+    @model_validator(mode="after")
     def _precision(self):
         half = {"O0": False, "O1": True, "O2": True}.get(self.precision)
         if half is not None and self.compute_dtype != "auto" and half != (self.compute_dtype != "float32"):

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 from tlt_jax.config import ConfigError
 from tlt_jax.config.device_sections import DeviceConfig, MeshConfig
-from tlt_jax.parallel.xla_flags import set_flags
+from tlt_jax.parallel.xla_flags import refuse_late, set_flags
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -21,7 +21,7 @@ def set_up_devices(config: DeviceConfig) -> None:
     """Tells JAX which platform, how many simulated CPU devices and which compilation cache to use.
 
     Call it before anything touches a device, and before other processes are joined. Raises ConfigError if devices
-    exist already in another number, or XLA_FLAGS holds a name that XLA does not know.
+    exist already in another number or without the config's flags, or XLA does not take the flags it is given.
     """
     if config.platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
@@ -33,6 +33,7 @@ def set_up_devices(config: DeviceConfig) -> None:
                 f"`device.cpu_devices` is {config.cpu_devices}; expected {jax.local_device_count()}, with which JAX"
                 " already runs in this process"
             ) from None
+        refuse_late(config)
     else:
         set_flags(config)
     if config.compilation_cache:

@@ -36,22 +36,21 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "tpu": (),  # its own flags go through LIBTPU_INIT_ARGS, and their defaults are those for training
 }
 TRIAL = "import jax; jax.devices()"
+PREFIX = re.compile(r"^[A-Z]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ")  # of a line that XLA logs
 UNKNOWN = re.compile(r"Unknown flags? in XLA_FLAGS: *(.*)")
 
 
 def set_flags(config: DeviceConfig) -> None:
     """Adds to the variable XLA_FLAGS what `device.xla_flags` asks for; what stands there already wins.
 
-    "auto" is the platform's preset, as far as XLA knows it. Raises ConfigError for a flag of the user's, there or in
-    the config, that XLA does not know. Call it before anything touches a device.
+    "auto" is the platform's preset, as far as XLA knows it. Raises ConfigError for flags of the user's, there or in
+    the config, that XLA does not take. Call it before anything touches a device.
     """
     given = os.environ.get("XLA_FLAGS", "")
-    mine = () if config.xla_flags == "auto" else tuple(config.xla_flags.split())
+    mine = _asked_for(config)
     folder = Path(config.compilation_cache).expanduser() if config.compilation_cache else None
-    if given.strip():
-        _refuse_unknown("the variable XLA_FLAGS", given, unknown(tuple(given.split()), folder))
-    if mine:
-        _refuse_unknown("`device.xla_flags`", config.xla_flags, unknown(mine, folder))
+    _refuse_strange("the variable XLA_FLAGS", given, folder)
+    _refuse_strange("`device.xla_flags`", " ".join(mine), folder)
     preset = PRESETS[platform_of(config)] if config.xla_flags == "auto" else ()
     strange = unknown(preset, folder)
     if strange:
@@ -60,6 +59,21 @@ def set_flags(config: DeviceConfig) -> None:
     added = [flag for flag in (*preset, *mine) if flag not in strange and _name(flag) not in there]
     if added:
         os.environ["XLA_FLAGS"] = " ".join([*given.split(), *added])
+
+
+def refuse_late(config: DeviceConfig) -> None:
+    """Where JAX already runs, XLA reads no flags any more: raises ConfigError for those of the config that are not in
+    the variable XLA_FLAGS."""
+    missing = [flag for flag in _asked_for(config) if flag not in os.environ.get("XLA_FLAGS", "").split()]
+    if missing:
+        raise ConfigError(
+            f"`device.xla_flags` is {config.xla_flags!r}; expected 'auto', or flags that stood in the variable"
+            f" XLA_FLAGS before JAX began to run in this process (not there: {' '.join(missing)})"
+        )
+
+
+def _asked_for(config: DeviceConfig) -> tuple[str, ...]:
+    return () if config.xla_flags == "auto" else tuple(config.xla_flags.split())
 
 
 def platform_of(config: DeviceConfig) -> str:
@@ -75,7 +89,8 @@ def platform_of(config: DeviceConfig) -> str:
 
 
 def unknown(flags: tuple[str, ...], folder: Path | None = None) -> set[str]:
-    """Those of `flags` that XLA does not know. What is found is kept in `folder`."""
+    """Those of `flags` that XLA does not know. What is found is kept in `folder`. Raises ValueError where it knows them
+    and refuses them."""
     if not flags:
         return set()
     key = hashlib.sha256(json.dumps([sorted(flags), version("jaxlib")]).encode()).hexdigest()[:16]
@@ -96,18 +111,26 @@ def unknown(flags: tuple[str, ...], folder: Path | None = None) -> set[str]:
 
 
 def _try(flags: tuple[str, ...]) -> set[str]:
+    """Those that XLA does not know. Raises ValueError, with what it says, where that is not what it refuses."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
     command = [sys.executable, "-c", TRIAL]
     tried = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     said = UNKNOWN.search(tried.stderr)
+    if said is None and tried.returncode:
+        first = next(iter(tried.stderr.strip().splitlines()), f"it ends with {tried.returncode}")
+        raise ValueError(PREFIX.sub("", first)[:300])
     return {flag for flag in flags if flag in said[1].split()} if said else set()
 
 
-def _refuse_unknown(where: str, flags: str, strange: set[str]) -> None:
+def _refuse_strange(where: str, flags: str, folder: Path | None) -> None:
+    """Raises ConfigError for flags of the user's that XLA does not take: what they are is tried."""
+    try:
+        strange = unknown(tuple(flags.split()), folder)
+        why = f"unknown: {' '.join(sorted(strange))}"
+    except ValueError as error:
+        strange, why = set(flags.split()), str(error)
     if strange:
-        raise ConfigError(
-            f"{where} is {flags!r}; expected flags of this JAX's XLA (unknown: {' '.join(sorted(strange))})"
-        )
+        raise ConfigError(f"{where} is {flags!r}; expected flags of this JAX's XLA ({why})")
 
 
 def _name(flag: str) -> str:

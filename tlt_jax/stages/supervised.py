@@ -1,6 +1,7 @@
 """What pretraining and the supervised warm-up share: next-token updates on packed rows from a loader."""
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import jax
@@ -42,7 +43,8 @@ class Supervised(Phase):
         ahead = data.workers, data.prefetch_factor
         self.loader = make_loader(rows, config.batch_size, config.accumulation, seed, self.section, part, *ahead)
         self.flops_per_token = training_flops(models.policy.shape, data.context_length)
-        self._last: jax.Array | None = None  # of the update before: ready when the devices are done with it
+        self._watch = ThreadPoolExecutor(1, "devices")
+        self._done: Future[float] | None = None  # when the devices were done with the update before
 
     def init(self) -> PhaseState:
         train = self.new_state(by_role(self.models))
@@ -60,14 +62,23 @@ class Supervised(Phase):
         with self.run.timed("data"):
             batch = put_local_batch(self.run.mesh, self._next(), leading=1)
         train, metrics = self.update(state.arrays["train"], batch, np.float32(step.progress))
-        self._last = metrics["train/loss"]
+        self._done = self._watch.submit(_when_ready, metrics["train/loss"])
         host = {**state.host, "loader": self.loader.get_state()}
         return PhaseState({**state.arrays, "train": train}, host), metrics, batch["tokens"].size
 
     def _next(self) -> dict[str, np.ndarray]:
-        """The next batch. To wait for it counts where the devices have run out of work by the time that it comes."""
+        """The next batch. To wait for it counts from when the devices have run out of work."""
         started = time.monotonic()
         batch = next(self.loader)
-        if self._last is None or self._last.is_ready():  # type: ignore[attr-defined]
-            self.waited += time.monotonic() - started
+        came = time.monotonic()
+        if self._done is None:
+            self.waited += came - started
+        elif self._done.done():
+            self.waited += max(came - max(started, self._done.result()), 0.0)
         return batch
+
+
+def _when_ready(array: jax.Array) -> float:
+    """Waits for an array of the devices'; the time when it was there."""
+    jax.block_until_ready(array)
+    return time.monotonic()
