@@ -183,6 +183,18 @@ ENVIRONMENT = {
     "a variable that names no platform": Row(
         nothing, run("run.name=new"), ["`device.platform`", "nonsense"], {"JAX_PLATFORMS": "nonsense"}
     ),
+    "a variable with a flag whose value XLA cannot read": Row(
+        nothing,
+        run("run.name=new"),
+        ["XLA_FLAGS", "--xla_cpu_enable_fast_math=maybe", "Couldn't interpret"],
+        {"XLA_FLAGS": "--xla_cpu_enable_fast_math=maybe"},
+    ),
+    "a flag of the config's whose value XLA cannot read": Row(
+        nothing,
+        run("run.name=new", "device.xla_flags=--xla_cpu_enable_fast_math=maybe"),
+        ["`device.xla_flags`", "--xla_cpu_enable_fast_math=maybe", "Couldn't interpret"],
+        {},
+    ),
     "a variable with a flag that XLA does not know": Row(
         nothing, run("run.name=new"), ["XLA_FLAGS", "--xla_nonsense=1"], {"XLA_FLAGS": "--xla_nonsense=1"}
     ),
