@@ -97,7 +97,7 @@ def test_words_that_are_no_flags_are_refused_by_the_config():
 def test_flags_that_come_too_late_are_refused(variables):
     """JAX runs in this process."""
     config = DeviceConfig(platform="cpu", cpu_devices=jax.local_device_count(), xla_flags="--xla_a=1 --xla_b=2")
-    with pytest.raises(ConfigError, match=r"before JAX began to run in this process \(not there: --xla_a=1 --xla_b=2\)"):
+    with pytest.raises(ConfigError, match=r"before JAX began to run .* \(not there: --xla_a=1 --xla_b=2\)"):
         set_up_devices(config)
     variables.setenv("XLA_FLAGS", "--xla_b=2 --xla_a=1")
     refuse_late(config)
