@@ -27,7 +27,7 @@ from tlt_jax.decode.rollout import Rollout, rollout_metrics
 from tlt_jax.models.transformer import hidden_states, logits
 from tlt_jax.parallel.mesh import compute_dtype, make_mesh, set_up_devices
 from tlt_jax.rl.rewards import is_valid
-from tlt_jax.stages.models import Models, initial_models
+from tlt_jax.stages.models import Models, initial_models, model_shape
 
 CLOSE = 1e-4  # two logits nearer than this may change places with the order of a sum
 
@@ -38,7 +38,9 @@ def main() -> None:
     config = load_config(run / "config.yaml", [f"model.init_from={run}/export"])
     set_up_devices(config.device)
     corpus = prepare(config.data, config.run.seed, str(run / "tokenizer.json"), lambda label, fraction: None)
-    models = initial_models(config, corpus.tokenizer.vocab_size, make_mesh(config.device.mesh))
+    models = initial_models(
+        config, model_shape(config.model, corpus.tokenizer.vocab_size), make_mesh(config.device.mesh)
+    )
     prompts = corpus.held_out_tasks.prompts[: 32 if options.quick else options.prompts]
     engines = {drafter: _engine(config, models, drafter, corpus.tokenizer.eos_id) for drafter in DRAFTERS}
     values: dict[str, dict] = {}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from tlt_jax.parallel.sharding import RULES, Rules, named_sharding
+from tlt_jax.parallel.sharding import RULES, Rules, abstract, named_sharding
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,12 @@ def initialise(build: Callable[[Declare], nnx.Module], mesh: Mesh, key: jax.Arra
 def shardings(build: Callable[[Declare], nnx.Module], mesh: Mesh, rules: Rules = RULES) -> Any:
     """The module with a NamedSharding in the place of each array."""
     return build(Declare(lambda spec: named_sharding(mesh, spec.axes, spec.shape, spec.path, rules)))
+
+
+def abstract_module(build: Callable[[Declare], nnx.Module], mesh: Mesh) -> Any:
+    """The module with the shape, the type and the sharding of each array, of which none is made."""
+    where = shardings(build, mesh)
+    return abstract(build(Declare(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32))), where)
 
 
 def table(build: Callable[[Declare], nnx.Module]) -> dict[str, ParamSpec]:

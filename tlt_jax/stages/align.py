@@ -8,15 +8,15 @@ import jax
 import numpy as np
 
 from tlt_jax.data import curriculum as curricula
-from tlt_jax.models.declare import initialise
+from tlt_jax.models.declare import abstract_module, initialise
 from tlt_jax.rl.advantages import gae, token_weights, whiten
 from tlt_jax.rl.kl import next_kl_coef, penalised_rewards, sequence_scores
 from tlt_jax.rl.objectives import sequence_log_probs, sequence_rewards, sequence_values
 from tlt_jax.rl.rewards import quality
 from tlt_jax.stages.evaluate import evaluate_completions
 from tlt_jax.stages.loop import Phase, PhaseState, Step, models_of, run_phase
-from tlt_jax.stages.models import Models, by_role, untrained
-from tlt_jax.stages.reward_model import RewardModel, scaled
+from tlt_jax.stages.models import Models, by_role, scalar_head, transformer, untrained
+from tlt_jax.stages.reward_model import RewardModel, scaled, trained_reward
 from tlt_jax.stages.rollouts import Sampler, by_batches, request_seeds, segments
 from tlt_jax.stages.run import Run
 from tlt_jax.stages.training import ppo_training
@@ -28,31 +28,32 @@ class PPO(Phase):
 
     stage, name = "align", "ppo"
 
-    def __init__(self, run: Run, models: Models, sampler: Sampler, reward: PhaseState):
+    def __init__(self, run: Run, sampler: Sampler, reward: PhaseState | None):
+        """`reward`: what `trained_reward` leaves of the phase before; None where this one goes on from a checkpoint."""
         self.config = config = run.config.align.ppo
-        self.run, self.models, self.sampler, self.eval_every, self.reward = (
-            run,
-            models,
-            sampler,
-            config.eval_every,
-            reward,
-        )
-        training = ppo_training(run.config, models.policy.shape, run.mesh)
-        self.roles, self.new_state, self.update = training.roles, training.new_state, training.update()
+        self.run, self.sampler, self.eval_every, self.reward = run, sampler, config.eval_every, reward
+        self.training = ppo_training(run.config, run.shape, run.mesh)
+        self.update = self.training.update()
         self._judge = jax.jit(partial(_judge, temperature=run.config.sampling.temperature, dtype=run.dtype))
 
-    def init(self) -> PhaseState:
-        value = initialise(self.roles["value"].build, self.run.mesh, jax.random.key(self.run.config.run.seed))
-        train = self.new_state({**by_role(self.models), "value": value})
-        reward = self.reward.arrays["train"].params
-        arrays = {
-            "train": train,
-            "reference": jax.tree.map(jax.numpy.copy, self.models.policy),
-            **untrained(self.models, self.roles),
-            "reward_trunk": reward["reward_trunk"],
-            "reward": reward["reward"],
+    def init(self, models: Models) -> PhaseState:
+        reward, self.reward = self.reward, None
+        assert reward is not None, "PPO begins with a reward model"
+        roles = self.training.roles
+        value = initialise(roles["value"].build, self.run.mesh, jax.random.key(self.run.config.run.seed))
+        train = self.training.new_state({**by_role(models), "value": value})
+        arrays = {"train": train, "reference": models.policy, **untrained(models, roles), **reward.arrays}
+        return PhaseState(arrays, {"kl_coef": self.config.kl_coef, **reward.host})
+
+    def shapes(self) -> dict[str, Any]:
+        models, shape, mesh = self.training.abstract_models(), self.run.shape, self.run.mesh
+        return {
+            "train": self.training.abstract_state(),
+            "reference": models.policy,
+            **untrained(models, self.training.roles),
+            "reward_trunk": abstract_module(transformer(shape), mesh),
+            "reward": abstract_module(scalar_head(shape), mesh),
         }
-        return PhaseState(arrays, {"kl_coef": self.config.kl_coef, **self.reward.host})
 
     def step(self, state: PhaseState, step: Step) -> tuple[PhaseState, dict[str, Any], int]:
         run, config, started = self.run, self.config, time.monotonic()
@@ -131,7 +132,7 @@ def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
     return float(1.0 - (returns - values).var() / variance) if variance > 1e-12 else 0.0
 
 
-def run_align(run: Run, models: Models, sampler: Sampler) -> Models:
-    """Runs the stage; the models after it."""
-    reward = run_phase(run, RewardModel(run, models, sampler))
-    return models_of(run_phase(run, PPO(run, models_of(reward), sampler, reward)))
+def run_align(run: Run, sampler: Sampler) -> None:
+    """Runs the stage, from the run's models to the run's models."""
+    # Nested, so that nothing of the reward model's optimiser stays.
+    run_phase(run, PPO(run, sampler, trained_reward(run_phase(run, RewardModel(run, sampler)))))

@@ -3,7 +3,6 @@
 import time
 from typing import Any
 
-import jax
 import numpy as np
 
 from tlt_jax.data import PackedRows, Tasks, pack_examples
@@ -25,15 +24,15 @@ class Warmup(Supervised):
 
     stage, name, section = "finetune", "warmup", "finetune.warmup"
 
-    def __init__(self, run: Run, models: Models, sampler: Sampler):
+    def __init__(self, run: Run, sampler: Sampler):
         config, context = run.config.finetune.warmup, run.config.data.context_length
         rows = _packed(run.corpus.train_tasks, context)
-        super().__init__(run, models, sampler, config, rows, run.config.run.seed + 1)
+        super().__init__(run, sampler, config, rows, run.config.run.seed + 1)
         self.patience, self.end = config.patience, config.share
         self.held_out = HeldOutLoss(run, _packed(run.corpus.held_out_tasks, context), None)
 
-    def init(self) -> PhaseState:
-        state = super().init()
+    def init(self, models: Models) -> PhaseState:
+        state = super().init(models)
         return PhaseState(state.arrays, {**state.host, "best_loss": None, "worse": 0})
 
     def evaluate(self, state: PhaseState, when: str) -> tuple[PhaseState, dict[str, float]]:
@@ -55,20 +54,21 @@ class GroupPolicy(Phase):
 
     stage, name = "finetune", "policy"
 
-    def __init__(self, run: Run, models: Models, sampler: Sampler):
+    def __init__(self, run: Run, sampler: Sampler):
         self.config = config = run.config.finetune.policy
-        self.run, self.models, self.sampler, self.eval_every = run, models, sampler, config.eval_every
-        training = group_policy_training(run.config, models.policy.shape, run.mesh)
-        self.roles, self.new_state, self.update = training.roles, training.new_state, training.update()
+        self.run, self.sampler, self.eval_every = run, sampler, config.eval_every
+        self.training = group_policy_training(run.config, run.shape, run.mesh)
+        self.update = self.training.update()
         self.lengths = np.array([len(c) for c in run.corpus.train_tasks.completions])
 
-    def init(self) -> PhaseState:
-        train = self.new_state(by_role(self.models))
-        reference = jax.tree.map(jax.numpy.copy, self.models.policy)
-        return PhaseState(
-            {"train": train, "reference": reference, **untrained(self.models, self.roles)},
-            {"curriculum": curricula.Curriculum().to_dict()},
-        )
+    def init(self, models: Models) -> PhaseState:
+        train = self.training.new_state(by_role(models))
+        arrays = {"train": train, "reference": models.policy, **untrained(models, self.training.roles)}
+        return PhaseState(arrays, {"curriculum": curricula.Curriculum().to_dict()})
+
+    def shapes(self) -> dict[str, Any]:
+        models, train = self.training.abstract_models(), self.training.abstract_state()
+        return {"train": train, "reference": models.policy, **untrained(models, self.training.roles)}
 
     def step(self, state: PhaseState, step: Step) -> tuple[PhaseState, dict[str, Any], int]:
         run, config, started = self.run, self.config, time.monotonic()
@@ -133,7 +133,7 @@ def _packed(tasks: Tasks, context: int) -> PackedRows:
     return pack_examples(examples, context)
 
 
-def run_finetune(run: Run, models: Models, sampler: Sampler) -> Models:
-    """Runs the stage; the models after it."""
-    models = models_of(run_phase(run, Warmup(run, models, sampler)))
-    return models_of(run_phase(run, GroupPolicy(run, models, sampler)))
+def run_finetune(run: Run, sampler: Sampler) -> None:
+    """Runs the stage, from the run's models to the run's models."""
+    run_phase(run, Warmup(run, sampler))
+    run_phase(run, GroupPolicy(run, sampler))

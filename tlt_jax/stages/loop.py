@@ -53,8 +53,12 @@ class Phase(ABC):
     waited: float = 0.0  # of a supervised phase: seconds that the devices waited for data, since the last look
 
     @abstractmethod
-    def init(self) -> PhaseState:
-        """A fresh state, made without much work: it also serves as the target of a restore."""
+    def init(self, models: Models) -> PhaseState:
+        """A fresh state that begins with these models, which nobody else holds: it keeps of them what it needs."""
+
+    @abstractmethod
+    def shapes(self) -> dict[str, Any]:
+        """The shapes, types and shardings of a state's arrays: what a checkpoint is restored to."""
 
     def prepare(self, state: PhaseState) -> PhaseState:
         """The expensive start of a fresh phase; not run when it resumes."""
@@ -72,9 +76,9 @@ class Phase(ABC):
     def evaluate(self, state: PhaseState, when: str) -> tuple[PhaseState, dict[str, float]]:
         """Held-out figures `when` = "before", "during" or "after" the phase."""
 
-    def after_return(self, restored: PhaseState, current: PhaseState) -> PhaseState:
-        """The state to go on with after a return to a checkpoint, past the data that led there. Steps keep counting,
-        and what is drawn by a step's number differs by itself."""
+    def after_return(self, restored: PhaseState, host: dict[str, Any]) -> PhaseState:
+        """The state to go on with after a return to a checkpoint, past the data that led to the state of which `host`
+        was. Steps keep counting, and what is drawn by a step's number differs by itself."""
         return restored
 
     def ended(self, state: PhaseState) -> bool:
@@ -89,16 +93,18 @@ def is_past(run: Run, stage: str, phase: str) -> bool:
     return PHASES.index((stage, phase)) < PHASES.index((run.document["stage"], run.document["phase"]))
 
 
-def run_phase(run: Run, phase: Phase) -> PhaseState:
-    """Runs `phase` to the end of its budget and returns its last state.
+def run_phase(run: Run, phase: Phase) -> PhaseState | None:
+    """Runs `phase` to the end of its budget; returns its last state, and leaves its models as the run's.
 
-    A phase that lies behind the checkpoint gives its fresh state, whose values do not matter; the one that the
-    checkpoint was made in goes on from there. Raises Interrupted after saving, when a signal asked to stop.
+    It begins with the run's models, or goes on where the checkpoint was made. None, and nothing is done, where it lies
+    behind the checkpoint. Raises Interrupted after saving, when a signal asked to stop.
     """
     if is_past(run, phase.stage, phase.name):
-        return phase.init()
+        return None
     with run.watchdog.during(f"{phase.stage} {phase.name}"):
-        return _PhaseRun(run, phase).to_the_end()
+        state = _PhaseRun(run, phase).to_the_end()
+    run.models = models_of(state)
+    return state
 
 
 class _PhaseRun:
@@ -120,14 +126,15 @@ class _PhaseRun:
         self.pending: list[tuple[dict[str, Any], dict[str, Any], int]] = []
         self.last_flush, self.idle = time.monotonic(), 0.0
         self.held = 0.0  # seconds that saving has held the loop since the last step
-        self.skipped, self.returns = 0, 0  # steps without an update in a row, and what was done about them
+        self.skipped = 0  # steps without an update, in a row
+        self.returns = document.get("returns", 0) if document and resumed else 0  # to a checkpoint, for that
         if document and resumed:
             self.state = self._restored(document)
             run.record()
         else:
             run.record()
             with run.timed("prepare"):
-                self.state = phase.prepare(phase.init())
+                self.state = phase.prepare(phase.init(run.take_models()))
             run.results.append({"stage": phase.stage, "phase": phase.name, "before": self._evaluate("before")})
         self.insight = Insight(run, phase, self.state.arrays)
         run.document = None  # what it said has been used: later phases start fresh
@@ -144,7 +151,7 @@ class _PhaseRun:
                 self._return()
             progress, save = self.run.decide(self.budget.progress(self.spent), self._save_due())
             stopping = self.run.stop_signal is not None
-            if save or stopping:
+            if (save or stopping) and self._can_save(stopping):
                 self._save()
             if stopping:
                 break
@@ -211,19 +218,24 @@ class _PhaseRun:
 
     def _return(self) -> None:
         """Goes back to the phase's newest checkpoint. Raises ConfigError where there is none, or it has not helped."""
-        run, phase = self.run, self.phase
-        run.store.wait()
-        document = run.store.document(run.checkpoint) if run.checkpoint else None
-        ours = document is not None and (document["stage"], document["phase"]) == (phase.stage, phase.name)
+        run, phase, document = self.run, self.phase, self._own_checkpoint()
         self.returns += 1
-        if not ours or self.returns > run.config.faults.stop_after:
+        if document is None or self.returns > run.config.faults.stop_after:
             raise ConfigError(
                 f"{phase.stage} {phase.name} diverges: {self.skipped} updates in a row were not finite or spikes, after"
                 f" {self.returns - 1} returns to a checkpoint; expected a smaller learning rate for it, or other data"
             )
-        assert document is not None
         log.warning("%d steps in a row without an update: going back to checkpoint %d", self.skipped, run.checkpoint)
-        self.state, self.skipped = phase.after_return(self._restored(document), self.state), 0
+        host, self.skipped = self.state.host, 0
+        del self.state  # its arrays make room for those that come
+        self.state = phase.after_return(self._restored(document), host)
+
+    def _own_checkpoint(self) -> dict[str, Any] | None:
+        """The document of the newest checkpoint, if it is of this phase."""
+        self.run.store.wait()
+        document = self.run.store.document(self.run.checkpoint) if self.run.checkpoint else None
+        ours = document and (document["stage"], document["phase"]) == (self.phase.stage, self.phase.name)
+        return document if ours else None
 
     def _evaluate(self, when: str) -> dict[str, float]:
         log.debug("%s %s: evaluating, %s its steps", self.phase.stage, self.phase.name, when)
@@ -249,11 +261,17 @@ class _PhaseRun:
     def _save_due(self) -> bool:
         every = self.run.config.checkpoint
         steps, seconds = every.every_steps, every.every_seconds
-        if self.spent.steps == self.saved_at or self.skipped:
+        if self.spent.steps == self.saved_at:
             return False
         return bool(steps and self.spent.steps % steps == 0) or bool(
             seconds and time.monotonic() - self.last_save >= seconds
         )
+
+    def _can_save(self, stopping: bool) -> bool:
+        """Not within a row of steps without an update: to go back there would change nothing. Who stops within one
+        goes on from before it, if the phase has a checkpoint."""
+        self._flush()
+        return not self.skipped or (stopping and self._own_checkpoint() is None)
 
     def _save(self) -> None:
         """Saves a checkpoint. They are numbered one by one: a step may be saved before and after its phase's end."""
@@ -263,13 +281,13 @@ class _PhaseRun:
         with run.timed("checkpoint"):
             self._clock()
             self._account()
-            assert run.shape is not None
             document = {
                 "stage": self.phase.stage,
                 "phase": self.phase.name,
                 "step": run.step,
                 "spent": self.spent.to_dict(),
                 "done": self.done,
+                "returns": self.returns,
                 "times": run.times,
                 "host": self.state.host,
                 "results": run.results,
@@ -302,11 +320,11 @@ class _PhaseRun:
         )
 
     def _restored(self, document: dict[str, Any]) -> PhaseState:
-        fresh = self.phase.init()
+        shapes = self.phase.shapes()
         assert self.run.checkpoint is not None
         with self.run.watchdog.during("restoring"):
-            arrays = self.run.store.restore(self.run.checkpoint, flatten(fresh.arrays))
-        state = PhaseState(unflatten(fresh.arrays, arrays), document["host"])
+            arrays = self.run.store.restore(self.run.checkpoint, flatten(shapes))
+        state = PhaseState(unflatten(shapes, arrays), document["host"])
         self.phase.check(state)
         return state
 

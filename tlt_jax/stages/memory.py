@@ -4,11 +4,14 @@ import math
 import os
 import resource
 import sys
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from tlt_jax.config import Config, ConfigError
+from tlt_jax.config.stage_sections import OptimizerConfig
 from tlt_jax.models.declare import table
 from tlt_jax.models.transformer import ModelShape, Transformer
 
@@ -25,26 +28,47 @@ def parameters(shape: ModelShape) -> int:
 
 
 def memory(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh, dtype: np.dtype) -> dict[str, float]:
-    """Bytes on each device of what stays there, by kind; activations come on top."""
+    """Bytes on each device of what stays there in the phase that needs most, by kind; activations come on top."""
     count = parameters(shape) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
-    optimizer = {
-        "pretrain": config.pretrain.optimizer,
-        "finetune": config.finetune.policy.optimizer,
-        "align": config.align.ppo.optimizer,
-    }
-    moments = max(MOMENTS[optimizer[stage].name] for stage in config.stages)
-    frozen = 2 if "align" in config.stages else 1 if "finetune" in config.stages else 0
     positions = config.data.tasks.max_prompt_tokens + config.data.tasks.max_completion_tokens
     width = 2 * shape.layers * shape.kv_heads * shape.head_dim / mesh.shape["tensor"]
-    largest = max(config.pretrain.batch_size if "pretrain" in config.stages else 0, config.finetune.warmup.batch_size)
-    return {
-        "weights, gradients and optimiser": 4 * count * (2 + moments),
-        "frozen models": 4 * count * frozen,
+    decoding = {  # in all phases: they complete prompts to be judged by
         "decode view": dtype.itemsize * parameters(shape) / mesh.shape["tensor"],
         "cache of all slots": width * config.speculation.slots / rows * positions * dtype.itemsize,
-        "a batch": 20.0 * largest / rows * config.data.context_length,
     }
+    phases = [
+        {
+            "weights, gradients and optimiser": 4 * count * (2 + MOMENTS[phase.optimizer.name]),
+            "frozen models": 4 * count * phase.frozen,
+            **decoding,
+            "a batch": 20.0 * phase.tokens / rows,
+        }
+        for phase in _phases(config, positions)
+    ]
+    return max(phases, key=lambda sizes: sum(sizes.values()))
+
+
+class _Plan(NamedTuple):
+    """What a phase holds: its optimiser's moments, models that it does not train, the tokens of an update."""
+
+    optimizer: OptimizerConfig
+    frozen: int
+    tokens: int
+
+
+def _phases(config: Config, positions: int) -> Iterator[_Plan]:
+    context = config.data.context_length
+    if "pretrain" in config.stages:
+        yield _Plan(config.pretrain.optimizer, 0, config.pretrain.batch_size * context)
+    if "finetune" in config.stages:
+        warmup, policy = config.finetune.warmup, config.finetune.policy
+        yield _Plan(warmup.optimizer, 0, warmup.batch_size * context)
+        yield _Plan(policy.optimizer, 1, policy.prompts * policy.group_size // policy.minibatches * positions)
+    if "align" in config.stages:
+        reward, ppo = config.align.reward_model, config.align.ppo
+        yield _Plan(reward.optimizer, 1, 2 * reward.batch_size * positions)  # beside it the policy waits
+        yield _Plan(ppo.optimizer, 2, ppo.prompts // ppo.minibatches * positions)  # the reference, the reward model
 
 
 def in_words(sizes: dict[str, float]) -> str:

@@ -9,7 +9,7 @@ import jax
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import ConfigError
 from tlt_jax.config.schema import Config, ModelConfig
-from tlt_jax.models.declare import flatten, initialise, shardings, table, unflatten
+from tlt_jax.models.declare import abstract_module, flatten, initialise, shardings, table, unflatten
 from tlt_jax.models.heads import ScalarHead, ShallowExit
 from tlt_jax.models.hf import read_drafter, read_exit, read_shape, read_weights
 from tlt_jax.models.transformer import ModelShape, Transformer
@@ -82,12 +82,22 @@ def tokenizer_path(config: ModelConfig) -> str | None:
     return None if source is None else str(source / "tokenizer.json")
 
 
-def initial_models(config: Config, vocab: int, mesh: jax.sharding.Mesh) -> Models:
-    """Fresh models from the seed, or those of `model.init_from`. Raises ConfigError if these do not fit."""
+def checked_shape(config: Config, vocab: int, mesh: jax.sharding.Mesh) -> ModelShape:
+    """The model's shape. Raises ConfigError if it has too few words for the tokenizer, or does not fit the devices."""
     shape = model_shape(config.model, vocab)
     if shape.vocab < vocab:
         raise ConfigError(f"`model.init_from` has a vocabulary of {shape.vocab}, its tokenizer one of {vocab}")
     check_memory(memory(config, shape, mesh, compute_dtype(config.device)))
+    return shape
+
+
+def abstract_models(shape: ModelShape, mesh: jax.sharding.Mesh) -> Models:
+    """The models' shapes, types and shardings."""
+    return Models(abstract_module(transformer(shape), mesh), abstract_module(shallow_exit(shape), mesh))
+
+
+def initial_models(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Models:
+    """Fresh models from the seed, or those of `model.init_from`. Raises ConfigError if these do not fit `shape`."""
     keys = jax.random.split(jax.random.key(config.run.seed), 2)
     exit = initialise(shallow_exit(shape), mesh, keys[1])
     source = _source(config.model)

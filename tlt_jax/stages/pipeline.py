@@ -10,7 +10,6 @@ from typing import Any
 
 from tlt_jax.config import Config, ConfigError, load_config
 from tlt_jax.config.device_sections import MeshConfig
-from tlt_jax.models.declare import flatten
 from tlt_jax.models.hf import export
 from tlt_jax.models.transformer import ModelShape
 from tlt_jax.observe import write_report
@@ -18,7 +17,8 @@ from tlt_jax.parallel.mesh import make_mesh
 from tlt_jax.stages.align import run_align
 from tlt_jax.stages.finetune import run_finetune
 from tlt_jax.stages.loop import is_past
-from tlt_jax.stages.models import Models, host_copy, initial_models, saved_models, tokenizer_path
+from tlt_jax.stages.memory import parameters
+from tlt_jax.stages.models import Models, checked_shape, host_copy, initial_models, saved_models, tokenizer_path
 from tlt_jax.stages.opening import open_run
 from tlt_jax.stages.pretrain import run_pretrain
 from tlt_jax.stages.rollouts import Sampler
@@ -27,7 +27,7 @@ from tlt_jax.text import load_tokenizer
 
 log = logging.getLogger("tlt_jax")
 
-STAGES: dict[str, Callable[[Run, Models, Sampler], Models]] = {
+STAGES: dict[str, Callable[[Run, Sampler], None]] = {
     "pretrain": run_pretrain,
     "finetune": run_finetune,
     "align": run_align,
@@ -115,17 +115,13 @@ def _run_one(config: Config, stage: str, models: Models | None) -> StageResult:
 def _run_stages(run: Run, stages: Sequence[str], models: Models | None) -> Models:
     _check_place(run, stages)
     _check_tasks(run, stages)
-    if models is None:
-        models = _first_models(run, stages)
-        _say_what_is_odd(run, stages, models.policy.shape)
-    run.begin(models.policy.shape)
-    run.facts["parameters"] = sum(array.size for array in flatten(models.policy).values())
-    sampler = Sampler(run, models.policy.shape)
+    _take_first_models(run, stages, models)
+    run.facts["parameters"] = parameters(run.shape)
+    sampler = Sampler(run, run.shape)
     for stage in stages:
-        # A stage that is past gives its successor the shapes alone: what it restores from was saved later.
         if not is_past(run, *last_phase(stage)):
-            models = STAGES[stage](run, models, sampler)
-    return models
+            STAGES[stage](run, sampler)
+    return run.take_models()
 
 
 def _say_what_is_odd(run: Run, stages: Sequence[str], shape: ModelShape) -> None:
@@ -142,14 +138,21 @@ def _say_what_is_odd(run: Run, stages: Sequence[str], shape: ModelShape) -> None
         log.warning("`model.init_from` decides the model's shape; not used: %s", ", ".join(unused))
 
 
-def _first_models(run: Run, stages: Sequence[str]) -> Models:
-    """What the first of `stages` starts from: the models of an earlier stage that this run directory holds, else those
-    that the config names. Where the run goes on within `stages`, they are restored later, and these lend their shapes.
-    """
-    if run.document and run.document["stage"] not in stages:
-        return saved_models(run.folder, run.mesh)
-    _warn_of_another_tokenizer(run)
-    return initial_models(run.config, run.corpus.tokenizer.vocab_size, run.mesh)
+def _take_first_models(run: Run, stages: Sequence[str], models: Models | None) -> None:
+    """Begins the run with what the first of `stages` starts from: `models`, else those of an earlier stage that this
+    run directory holds, else those that the config names. None are made where the run goes on within `stages`: the
+    phase that it stands in restores them."""
+    if models is None and run.document and run.document["stage"] not in stages:
+        models = saved_models(run.folder, run.mesh)
+    if models is not None:
+        shape = models.policy.shape
+    else:
+        _warn_of_another_tokenizer(run)
+        shape = checked_shape(run.config, run.corpus.tokenizer.vocab_size, run.mesh)
+        _say_what_is_odd(run, stages, shape)
+    run.begin(shape)
+    if run.document is None or run.document["stage"] not in stages:
+        run.models = models or initial_models(run.config, shape, run.mesh)
 
 
 def _warn_of_another_tokenizer(run: Run) -> None:

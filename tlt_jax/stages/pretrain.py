@@ -2,7 +2,6 @@
 
 from tlt_jax.stages.evaluate import HeldOutLoss, bits_per_byte, evaluate_completions
 from tlt_jax.stages.loop import PhaseState, models_of, run_phase
-from tlt_jax.stages.models import Models
 from tlt_jax.stages.rollouts import Sampler
 from tlt_jax.stages.run import Run
 from tlt_jax.stages.supervised import Supervised
@@ -13,9 +12,9 @@ class Pretrain(Supervised):
 
     stage = name = section = "pretrain"
 
-    def __init__(self, run: Run, models: Models, sampler: Sampler):
+    def __init__(self, run: Run, sampler: Sampler):
         config = run.config.pretrain
-        super().__init__(run, models, sampler, config, run.corpus.train, run.config.run.seed)
+        super().__init__(run, sampler, config, run.corpus.train, run.config.run.seed)
         self.rows = config.eval_rows
         self.held_out = HeldOutLoss(run, run.corpus.held_out, self.rows)
 
@@ -28,6 +27,6 @@ class Pretrain(Supervised):
         return state, metrics
 
 
-def run_pretrain(run: Run, models: Models, sampler: Sampler) -> Models:
-    """Runs the stage; the models after it."""
-    return models_of(run_phase(run, Pretrain(run, models, sampler)))
+def run_pretrain(run: Run, sampler: Sampler) -> None:
+    """Runs the stage, from the run's models to the run's models."""
+    run_phase(run, Pretrain(run, sampler))

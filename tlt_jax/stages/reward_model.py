@@ -11,15 +11,14 @@ from tlt_jax.config import ConfigError
 from tlt_jax.data import Tasks
 from tlt_jax.models.declare import initialise
 from tlt_jax.parallel.hosts import put, to_host
-from tlt_jax.parallel.sharding import put_batch, replicated
+from tlt_jax.parallel.sharding import abstract, put_batch, replicated
 from tlt_jax.rl.objectives import sequence_rewards
-from tlt_jax.stages.loop import Phase, PhaseState, Step
+from tlt_jax.stages.loop import Phase, PhaseState, Step, models_of
 from tlt_jax.stages.models import Models, by_role
 from tlt_jax.stages.rollouts import Sampler, by_batches, real_sequences, request_seeds
 from tlt_jax.stages.run import Run
 from tlt_jax.stages.training import reward_training
 from tlt_jax.stages.updates import microbatches
-from tlt_jax.train.state import Role
 
 log = logging.getLogger("tlt_jax")
 
@@ -36,26 +35,34 @@ class RewardModel(Phase):
 
     stage, name = "align", "reward_model"
 
-    def __init__(self, run: Run, models: Models, sampler: Sampler):
+    def __init__(self, run: Run, sampler: Sampler):
         self.config = config = run.config.align.reward_model
-        self.run, self.models, self.sampler = run, models, sampler
+        self.run, self.sampler = run, sampler
         self.eval_every, self.end = config.eval_every, config.share
-        training = reward_training(run.config, models.policy.shape, run.mesh)
-        self.roles, self.new_state, self.update = training.roles, training.new_state, training.update()
+        self.training = reward_training(run.config, run.shape, run.mesh)
+        self.update = self.training.update()
         self._rewards = jax.jit(partial(sequence_rewards, dtype=run.dtype))
 
-    def init(self) -> PhaseState:
-        fresh = new_reward(self.run, self.models, self.roles)
-        train = self.new_state(fresh)
-        pairs = {"train": self._no_pairs(self.config.pairs), "held_out": self._no_pairs(self.config.held_out_pairs)}
-        pairs = put(pairs, replicated(self.run.mesh))
-        return PhaseState({"train": train, "pairs": pairs, **by_role(self.models)}, fit_scale(np.zeros(1), np.zeros(1)))
+    def init(self, models: Models) -> PhaseState:
+        """The reward model starts as the policy, with a head of zeros."""
+        head = initialise(self.training.roles["reward"].build, self.run.mesh, jax.random.key(self.run.config.run.seed))
+        train = self.training.new_state({"reward_trunk": models.policy, "reward": head})
+        pairs = put(self._without_pairs(), replicated(self.run.mesh))
+        return PhaseState({"train": train, "pairs": pairs, **by_role(models)}, fit_scale(np.zeros(1), np.zeros(1)))
+
+    def shapes(self) -> dict[str, Any]:
+        pairs, everywhere = self._without_pairs(), replicated(self.run.mesh)
+        return {
+            "train": self.training.abstract_state(),
+            "pairs": abstract(pairs, jax.tree.map(lambda _: everywhere, pairs)),
+            **by_role(self.training.abstract_models()),
+        }
 
     def prepare(self, state: PhaseState) -> PhaseState:
-        data, config = self.run.corpus, self.config
+        data, config, models = self.run.corpus, self.config, models_of(state)
         pairs = {
-            "train": self._make_pairs(data.train_tasks, config.pairs, "training pairs"),
-            "held_out": self._make_pairs(data.held_out_tasks, config.held_out_pairs, "held-out pairs"),
+            "train": self._make_pairs(models, data.train_tasks, config.pairs, "training pairs"),
+            "held_out": self._make_pairs(models, data.held_out_tasks, config.held_out_pairs, "held-out pairs"),
         }
         return PhaseState({**state.arrays, "pairs": put(pairs, replicated(self.run.mesh))}, state.host)
 
@@ -95,6 +102,10 @@ class RewardModel(Phase):
             batch,
         )
 
+    def _without_pairs(self) -> dict[str, Pairs]:
+        config = self.config
+        return {"train": self._no_pairs(config.pairs), "held_out": self._no_pairs(config.held_out_pairs)}
+
     def _no_pairs(self, count: int) -> Pairs:
         limits = self.run.config.data.tasks
         rows = np.zeros((count, limits.max_prompt_tokens + limits.max_completion_tokens), np.int32)
@@ -108,7 +119,7 @@ class RewardModel(Phase):
             "weights": np.zeros(count, np.float32),
         }
 
-    def _make_pairs(self, tasks: Tasks, wanted: int, what: str) -> Pairs:
+    def _make_pairs(self, models: Models, tasks: Tasks, wanted: int, what: str) -> Pairs:
         """Up to `wanted` pairs of real and own completion of the same prompt, the own one ended and matched in length.
 
         Among the pairs, the real completion is the longer one as often as the shorter: what is over is left out.
@@ -124,7 +135,7 @@ class RewardModel(Phase):
             random = np.random.default_rng([self.run.config.run.seed, attempt, wanted])
             indices = random.choice(len(tasks), wanted, replace=len(tasks) < wanted)
             seeds = request_seeds(self.run.config.run.seed, what, attempt, wanted)
-            rollout = self.sampler.rollout(self.models, [tasks.prompts[i] for i in indices], seeds)
+            rollout = self.sampler.rollout(models, [tasks.prompts[i] for i in indices], seeds)
             real, prompt_length, length = real_sequences(tasks, indices, rollout.tokens_BT.shape[1])
             own, ours = rollout.completion_length_B, length - prompt_length
             near = np.abs(own - ours) <= self.config.length_tolerance * np.maximum(own, ours)
@@ -186,10 +197,12 @@ def share_won(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.mean((a > b) + 0.5 * (a == b)))
 
 
-def new_reward(run: Run, models: Models, roles: dict[str, Role]) -> dict[str, Any]:
-    """A reward model that starts as the policy, with a head of zeros."""
-    head = initialise(roles["reward"].build, run.mesh, jax.random.key(run.config.run.seed))
-    return {"reward_trunk": models.policy, "reward": head}
+def trained_reward(last: PhaseState | None) -> PhaseState | None:
+    """Of the phase's last state, what judges completions: the model, and the scale of its scores. None of None."""
+    if last is None:
+        return None
+    params = last.arrays["train"].params
+    return PhaseState({name: params[name] for name in ("reward_trunk", "reward")}, last.host)
 
 
 def _real(pairs: Pairs) -> Pairs:

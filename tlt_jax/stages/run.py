@@ -32,6 +32,7 @@ from tlt_jax.observe.watchdog import Watchdog, log_stuck
 from tlt_jax.parallel.hosts import Company, Together
 from tlt_jax.parallel.mesh import compute_dtype, make_mesh
 from tlt_jax.stages.account import KIND_OF, Account, spent_before
+from tlt_jax.stages.models import Models
 
 log = logging.getLogger("tlt_jax")
 
@@ -92,7 +93,8 @@ class Run:
         self.facts: dict[str, Any] = {}
         self.profiler = Profiler(config.profile.span if self.main else None, folder / "profile")
         self.peak_flops: float | None = None  # of all devices, once it is known
-        self.shape: ModelShape | None = None
+        self.models: Models | None = None  # what the next phase begins with
+        self._shape: ModelShape | None = None
         self.recorded = False
         self.metrics, self.samples = (
             MetricsLog(folder / name) if self.main else NoLog() for name in ("metrics.jsonl", "samples.jsonl")
@@ -169,12 +171,24 @@ class Run:
         """Takes the model's shape. Raises ConfigError if the run began with a model of another shape."""
         if self.document:
             _check_shape(self.document["shape"], asdict(shape), self.folder)
-        self.shape = shape
+        self._shape = shape
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's shape, once the run has begun."""
+        assert self._shape is not None, "begin() comes first"
+        return self._shape
+
+    def take_models(self) -> Models:
+        """The models, for whoever asks: the run holds them no longer, so that there is one copy of what is trained."""
+        models, self.models = self.models, None
+        assert models is not None, "a phase begins with models"
+        return models
 
     def record(self) -> None:
         """Takes up the run directory's rows, and writes what this run is: config, tokenizer, facts. Not before it is
         sure that it can go on: a command that is refused changes nothing."""
-        if self.main and self.shape is not None and not self.recorded:
+        if self.main and not self.recorded:
             self.warn_of_changes(self.shape)
             logged = self.take_up_rows()
             tree = redacted(_resolved(self.config, self.shape))

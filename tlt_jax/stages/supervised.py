@@ -29,32 +29,35 @@ class Supervised(Phase):
     def __init__(
         self,
         run: Run,
-        models: Models,
         sampler: Sampler,
         config: PretrainConfig | WarmupConfig,
         rows: PackedRows,
         seed: int,
     ):
-        self.run, self.models, self.sampler, self.eval_every = run, models, sampler, config.eval_every
-        training = supervised_training(run.config, config, models.policy.shape, run.mesh)
-        self.roles, self.new_state, self.update = training.roles, training.new_state, training.update()
+        self.run, self.sampler, self.eval_every = run, sampler, config.eval_every
+        self.training = supervised_training(run.config, config, run.shape, run.mesh)
+        self.update = self.training.update()
         part = batch_part(run.mesh, config.batch_size // config.accumulation)
         data = run.config.data
         ahead = data.workers, data.prefetch_factor
         self.loader = make_loader(rows, config.batch_size, config.accumulation, seed, self.section, part, *ahead)
-        self.flops_per_token = training_flops(models.policy.shape, data.context_length)
+        self.flops_per_token = training_flops(run.shape, data.context_length)
         self._watch = ThreadPoolExecutor(1, "devices")
         self._done: Future[float] | None = None  # when the devices were done with the update before
 
-    def init(self) -> PhaseState:
-        train = self.new_state(by_role(self.models))
-        return PhaseState({"train": train, **untrained(self.models, self.roles)}, {"loader": self.loader.get_state()})
+    def init(self, models: Models) -> PhaseState:
+        arrays = {"train": self.training.new_state(by_role(models)), **untrained(models, self.training.roles)}
+        return PhaseState(arrays, {"loader": self.loader.get_state()})
+
+    def shapes(self) -> dict[str, Any]:
+        training = self.training
+        return {"train": training.abstract_state(), **untrained(training.abstract_models(), training.roles)}
 
     def check(self, state: PhaseState) -> None:
         self.loader.set_state(state.host["loader"])
 
-    def after_return(self, restored: PhaseState, current: PhaseState) -> PhaseState:
-        return PhaseState(restored.arrays, {**restored.host, "loader": current.host["loader"]})
+    def after_return(self, restored: PhaseState, host: dict[str, Any]) -> PhaseState:
+        return PhaseState(restored.arrays, {**restored.host, "loader": host["loader"]})
 
     def step(self, state: PhaseState, step: Step) -> tuple[PhaseState, dict[str, Any], int]:
         if self.loader.get_state() != state.host["loader"]:

@@ -13,7 +13,7 @@ from tlt_jax.config.stage_sections import OptimizerConfig, PretrainConfig, Warmu
 from tlt_jax.models.transformer import ModelShape
 from tlt_jax.parallel.programs import Program
 from tlt_jax.rl.objectives import PolicyTerms, policy_objective, reward_objective
-from tlt_jax.stages.models import scalar_head, shallow_exit, transformer
+from tlt_jax.stages.models import Models, abstract_models, scalar_head, shallow_exit, transformer
 from tlt_jax.train.losses import next_token_objective
 from tlt_jax.train.precision import Precision, precision_of
 from tlt_jax.train.state import Role, TrainState, abstract_state, new_state
@@ -26,6 +26,7 @@ class Training:
 
     roles: dict[str, Role]
     objective: Objective
+    shape: ModelShape
     mesh: jax.sharding.Mesh
     precision: Precision
     spike_factor: float
@@ -42,6 +43,10 @@ class Training:
         """The state's shapes and shardings."""
         return abstract_state(self.roles, self.mesh, self.precision)
 
+    def abstract_models(self) -> Models:
+        """The shapes and shardings of the policy and its drafter's exit."""
+        return abstract_models(self.shape, self.mesh)
+
 
 def supervised_training(
     config: Config, section: PretrainConfig | WarmupConfig, shape: ModelShape, mesh: jax.sharding.Mesh
@@ -55,7 +60,8 @@ def supervised_training(
         exit_stride=config.speculation.exit_stride,
         loss_chunk=config.model.loss_chunk,
     )
-    return _training(config, _policy_roles(config, shape, section.optimizer, section.exit_weight), objective, mesh)
+    roles = _policy_roles(config, shape, section.optimizer, section.exit_weight)
+    return _training(config, roles, objective, shape, mesh)
 
 
 def group_policy_training(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Training:
@@ -71,7 +77,7 @@ def group_policy_training(config: Config, shape: ModelShape, mesh: jax.sharding.
         kl_estimator=policy.kl_estimator,
     )
     roles = _policy_roles(config, shape, policy.optimizer, policy.exit_weight)
-    return _training(config, roles, _policy_objective(config, terms), mesh)
+    return _training(config, roles, _policy_objective(config, terms), shape, mesh)
 
 
 def reward_training(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Training:
@@ -82,7 +88,7 @@ def reward_training(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) 
         "reward": Role(scalar_head(shape), optimizer),
     }
     objective = reward_objective(dtype=precision_of(config.device).dtype, remat=config.model.remat)
-    return _training(config, roles, objective, mesh)
+    return _training(config, roles, objective, shape, mesh)
 
 
 def ppo_training(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Training:
@@ -99,7 +105,7 @@ def ppo_training(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> 
     )
     roles = _policy_roles(config, shape, ppo.optimizer, ppo.exit_weight)
     roles["value"] = Role(scalar_head(shape), ppo.value_optimizer)
-    return _training(config, roles, _policy_objective(config, terms), mesh)
+    return _training(config, roles, _policy_objective(config, terms), shape, mesh)
 
 
 def _policy_roles(config: Config, shape: ModelShape, policy: OptimizerConfig, exit_weight: float) -> dict[str, Role]:
@@ -113,5 +119,7 @@ def _policy_objective(config: Config, terms: PolicyTerms) -> Objective:
     return policy_objective(terms, dtype=precision_of(config.device).dtype, remat=config.model.remat)
 
 
-def _training(config: Config, roles: dict[str, Role], objective: Objective, mesh: jax.sharding.Mesh) -> Training:
-    return Training(roles, objective, mesh, precision_of(config.device), config.faults.spike_factor)
+def _training(
+    config: Config, roles: dict[str, Role], objective: Objective, shape: ModelShape, mesh: jax.sharding.Mesh
+) -> Training:
+    return Training(roles, objective, shape, mesh, precision_of(config.device), config.faults.spike_factor)
