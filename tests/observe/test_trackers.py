@@ -120,6 +120,19 @@ def test_one_that_cannot_be_opened_refuses_a_new_run_and_lets_an_old_one_go_on(m
     assert "tensorboard cannot be opened (no answer); the run goes on without it" in said()[0]
 
 
+def test_trackers_opened_before_one_that_cannot_be_are_closed(monkeypatch, tmp_path):
+    shaky = Shaky()
+
+    def refuse(opening):
+        raise ConnectionError("no answer")
+
+    monkeypatch.setitem(TRACKERS, "tensorboard", lambda opening: shaky)
+    monkeypatch.setitem(TRACKERS, "mlflow", refuse)
+    with pytest.raises(ConfigError, match="mlflow cannot be opened"):
+        open_trackers(load_config(None, ["run.trackers=[tensorboard, mlflow]"]), tmp_path, {})
+    assert shaky.closed == [True]
+
+
 def test_ids_are_kept_by_place_and_places_stay_secret(tmp_path):
     opening = Opening(FRESH, tmp_path, {}, 1, 0)
     assert opening.kept("mlflow", "https://me:hunter2@there") is None

@@ -100,6 +100,8 @@ def open_trackers(
         except Exception as error:
             why = f"{name} cannot be opened ({' '.join(str(error).split())[:300]})"
             if first == 1:
+                for tracker in opened:
+                    tracker.close(failed=True)
                 raise ConfigError(
                     f"`run.trackers`: {why}; expected it to be reached, or run.trackers without"
                 ) from error

@@ -147,10 +147,12 @@ class _PhaseRun:
         self.run.account.switch("computing")
         while not self.done:
             self._clock()
-            if self.skipped >= self.run.config.faults.rollback_after:
-                self._return()
             progress, save = self.run.decide(self.budget.progress(self.spent), self._save_due())
             stopping = self.run.stop_signal is not None
+            if save or stopping:
+                self._flush()  # so that it is known what was skipped
+            if self.skipped >= self.run.config.faults.rollback_after:
+                self._return()
             if (save or stopping) and self._can_save(stopping):
                 self._save()
             if stopping:
@@ -270,7 +272,6 @@ class _PhaseRun:
     def _can_save(self, stopping: bool) -> bool:
         """Not within a row of steps without an update: to go back there would change nothing. Who stops within one
         goes on from before it, if the phase has a checkpoint."""
-        self._flush()
         return not self.skipped or (stopping and self._own_checkpoint() is None)
 
     def _save(self) -> None:

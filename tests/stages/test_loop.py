@@ -1,0 +1,125 @@
+"""Skipped steps, checkpoints and returns: a phase whose steps are told in advance, in the loop of all phases."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from tlt_jax.checkpoint.store import Store
+from tlt_jax.config import ConfigError, load_config
+from tlt_jax.stages import insight
+from tlt_jax.stages.pipeline import run_all
+from tlt_jax.stages.pretrain import Pretrain
+from tlt_jax.stages.run import Interrupted
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Told:
+    """Pretraining whose steps compute nothing: those at `bad` places of the data are skipped; the run is told to stop
+    in the step at place `stop`. What it did stands in `places`, `saved` and `restored`."""
+
+    def __init__(self, folder: Path, data: Path, patch: pytest.MonkeyPatch):
+        self.bad: tuple[int, ...] = ()
+        self.stop: int | None = None
+        self.places: list[int] = []
+        self.saved: list[dict] = []
+        self.restored = 0
+        self.overrides = [
+            f"run.output_dir={folder}/runs", f"data.cache_dir={data}", "stages=[pretrain]", "run.trackers=[]",
+            "run.export=false", "device.compilation_cache=", "checkpoint.every_seconds=null", "budget.total=12",
+            "faults.rollback_after=3", "faults.stop_after=2",
+        ]  # fmt: skip
+        save, restore = Store.save, Store.restore
+        patch.setattr(insight, "peak_flops", lambda dtype: (1.0, "one"))
+        patch.setattr(Pretrain, "evaluate", lambda phase, state, when: (state, {}))
+        patch.setattr(Pretrain, "step", lambda phase, state, step: self.step(phase, state))
+        patch.setattr(Store, "save", lambda s, n, a, document: (self.saved.append(document), save(s, n, a, document)))
+        patch.setattr(Store, "restore", lambda *given: (self.count(), restore(*given))[1])
+
+    def run(self, *overrides: str):
+        return run_all(load_config(ROOT / "configs/tiny.yaml", [*self.overrides, *overrides]))
+
+    def count(self) -> None:
+        self.restored += 1
+
+    def step(self, phase, state):
+        loader = state.host["loader"]
+        place = loader["position"]["next_index"]
+        self.places.append(place)
+        if place == self.stop:
+            phase.run.asked_to_stop = 15
+        metrics = {"train/loss": 1.0, "train/grad_norm": 1.0, "train/skipped": jnp.float32(place in self.bad)}
+        moved = {**loader, "position": {**loader["position"], "next_index": place + 1}}
+        return type(state)(state.arrays, {**state.host, "loader": moved}), metrics, 1
+
+    @property
+    def steps_saved(self) -> list[int]:
+        return [document["spent"]["steps"] for document in self.saved]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture
+def told(tmp_path, data, monkeypatch) -> Told:
+    return Told(tmp_path, data, monkeypatch)
+
+
+EACH = ["checkpoint.every_steps=1", "run.log_every=4"]  # what was skipped is not known yet when a checkpoint is due
+
+
+def test_a_row_of_skipped_steps_is_not_saved_and_its_data_are_left_behind(told):
+    told.bad = (4, 5, 6)
+    told.run(*EACH)
+    assert told.places == list(range(12))
+    assert told.restored == 1
+    assert told.steps_saved == [1, 2, 3, 4, 7, 8, 9, 10, 11, 12, 12]
+    assert [document["returns"] for document in told.saved] == [0] * 4 + [1] * 7
+
+
+def test_skipped_steps_that_are_few_are_gone_on_from(told):
+    told.bad = (4, 5)
+    told.run(*EACH)
+    assert told.restored == 0
+    assert told.steps_saved == [1, 2, 3, 4, 7, 8, 9, 10, 11, 12, 12]
+
+
+def test_who_stops_within_such_a_row_goes_on_from_before_it(told):
+    told.bad, told.stop = (4, 5, 6, 7), 5
+    with pytest.raises(Interrupted):
+        told.run(*EACH)
+    assert told.steps_saved == [1, 2, 3, 4]
+    told.stop, told.places = None, []
+    told.run(*EACH)
+    assert told.places == list(range(4, 12))
+    assert told.restored == 2  # to go on, and to go back
+
+
+def test_who_stops_before_there_is_a_checkpoint_saves_one(told):
+    told.bad, told.stop = (0, 1), 1
+    with pytest.raises(Interrupted):
+        told.run()
+    assert told.steps_saved == [2]
+    told.stop, told.places = None, []
+    told.run()
+    assert told.places == list(range(2, 12))
+
+
+def test_a_restart_remembers_how_often_it_went_back(told):
+    told.bad, told.stop = tuple(range(4, 100)), 8
+    with pytest.raises(Interrupted):
+        told.run(*EACH, "budget.total=40")
+    assert told.restored == 1 and told.steps_saved[-1] == 7
+    told.stop = None
+    with pytest.raises(ConfigError, match="3 updates in a row were not finite or spikes, after 2 returns"):
+        told.run(*EACH, "budget.total=40")
+    assert told.places == [*range(9), *range(7, 13)]
+
+
+def test_without_a_checkpoint_of_its_own_a_phase_that_diverges_stops(told):
+    told.bad = tuple(range(3))
+    with pytest.raises(ConfigError, match="3 updates in a row were not finite or spikes, after 0 returns"):
+        told.run()
