@@ -3,13 +3,15 @@
 import json
 import logging
 import os
+import subprocess
+import sys
 
 import jax
 import pytest
 from pydantic import ValidationError
 
 from tlt_jax.config import ConfigError
-from tlt_jax.config.device_sections import DeviceConfig
+from tlt_jax.config.device_sections import DeviceConfig, flag_words
 from tlt_jax.parallel import xla_flags
 from tlt_jax.parallel.mesh import set_up_devices
 from tlt_jax.parallel.xla_flags import PRESETS, platform_of, refuse_late, set_flags, unknown
@@ -99,9 +101,57 @@ def test_flags_that_come_too_late_are_refused(variables):
     config = DeviceConfig(platform="cpu", cpu_devices=jax.local_device_count(), xla_flags="--xla_a=1 --xla_b=2")
     with pytest.raises(ConfigError, match=r"before JAX began to run .* \(not there: --xla_a=1 --xla_b=2\)"):
         set_up_devices(config)
-    variables.setenv("XLA_FLAGS", "--xla_b=2 --xla_a=1")
+    variables.setenv("XLA_FLAGS", "--xla_b=2 --xla_a=2")  # which wins
     refuse_late(config)
     refuse_late(DeviceConfig())
+
+
+def test_flags_that_come_with_a_second_run_are_refused(tmp_path):
+    """In a process of its own: what JAX was told when it began is not told again."""
+    lines = [
+        "import jax",
+        "from tlt_jax.config.device_sections import DeviceConfig",
+        "from tlt_jax.parallel.mesh import set_up_devices",
+        "set_up_devices(DeviceConfig(platform='cpu', cpu_devices=2, compilation_cache=''))",
+        "assert jax.device_count() == 2",
+        "set_up_devices(DeviceConfig(platform='cpu', cpu_devices=2, compilation_cache=''))",
+        "set_up_devices(DeviceConfig(platform='cpu', cpu_devices=2, compilation_cache='', xla_flags='--xla_a=1'))",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ConfigError: `device.xla_flags` is '--xla_a=1'" in done.stderr.splitlines()[-1]
+
+
+def test_a_preset_that_xla_refuses_is_left_out(variables, monkeypatch, caplog):
+    def refuse(flags):
+        raise ValueError("Illegal value")
+
+    monkeypatch.setattr(xla_flags, "_try", refuse)
+    set_flags(DeviceConfig(platform="gpu", compilation_cache=""))
+    assert "XLA_FLAGS" not in os.environ
+    assert "left out: this jaxlib does not take them (Illegal value)" in caplog.text
+
+
+def test_a_trial_that_fails_without_flags_too_says_nothing_of_them(variables, monkeypatch, tmp_path):
+    monkeypatch.setattr(xla_flags, "TRIAL", "import sys; sys.exit(3)")
+    variables.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    set_flags(DeviceConfig(platform="cpu", compilation_cache=str(tmp_path)))
+
+
+def test_to_a_file_of_flags_none_are_added(variables, monkeypatch, tmp_path, caplog):
+    (tmp_path / "flags").write_text("--xla_cpu_enable_fast_math=false")
+    variables.setenv("XLA_FLAGS", f"{tmp_path}/flags")
+    monkeypatch.setattr(xla_flags, "_try", lambda flags: set())
+    set_flags(DeviceConfig(platform="gpu", compilation_cache=""))
+    assert os.environ["XLA_FLAGS"] == f"{tmp_path}/flags"
+    assert "the preset is left out" in caplog.text
+    with pytest.raises(ConfigError, match=r"`device.xla_flags` is '--xla_a=1'; expected 'auto' or '' where"):
+        set_flags(DeviceConfig(platform="cpu", xla_flags="--xla_a=1", compilation_cache=""))
+
+
+def test_quoted_values_may_have_spaces():
+    assert flag_words("--xla_dump_to='a b'  --xla_c=3") == ["--xla_dump_to='a b'", "--xla_c=3"]
+    DeviceConfig(xla_flags='--xla_dump_to="a b"')
 
 
 def test_a_users_flags_stand_in_the_place_of_the_preset(variables, monkeypatch):

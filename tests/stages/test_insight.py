@@ -17,7 +17,7 @@ from tlt_jax.data.loader import Loader
 from tlt_jax.stages import insight
 from tlt_jax.stages.insight import Insight, largest_buffers
 from tlt_jax.stages.pipeline import pretrain
-from tlt_jax.stages.supervised import Supervised, _when_ready
+from tlt_jax.stages.supervised import Supervised, when_ready
 
 ROOT = Path(__file__).resolve().parents[2]
 UPDATE = {
@@ -152,7 +152,16 @@ def test_waiting_counts_from_when_the_devices_have_run_out_of_work(monkeypatch, 
 
 def test_a_watched_array_is_waited_for():
     before = time.monotonic()
-    assert before <= _when_ready(jnp.ones(3) + 1) <= time.monotonic()
+    assert before <= when_ready(jnp.ones(3) + 1).result(timeout=10) <= time.monotonic()
+
+
+def test_a_watched_array_that_fails_gives_no_figure():
+    gone = jnp.ones(3)
+    gone.delete()
+    future = when_ready(gone)
+    assert isinstance(future.exception(timeout=10), RuntimeError)
+    phase = SimpleNamespace(waited=0.0, loader=iter([1]), _done=future)
+    assert Supervised._next(phase) == 1 and phase.waited == 0.0
 
 
 @pytest.mark.slow

@@ -337,26 +337,33 @@ def test_an_update_that_is_not_finite_or_a_spike_changes_nothing_and_is_counted(
     assert float(metrics["train/skipped"]) == 1.0
     assert bits(skipped) == before  # the optimiser's count stands still too
     assert int(skipped.step) == 2
-    usual = 0.95 * 4.0 + 0.05 * 40.0 if fault == {"slope": 11.0} else 4.0
-    assert float(skipped.usual_norm) == pytest.approx(usual)
+    assert float(skipped.usual_norm) == pytest.approx(4.0)
     after, metrics = push(skipped, slope=9.0)
     assert float(metrics["train/skipped"]) == 0.0
     assert bits(after) != before
-    assert float(after.usual_norm) == pytest.approx(0.95 * usual + 0.05 * 36.0)
+    assert float(after.usual_norm) == pytest.approx(0.95 * 4.0 + 0.05 * 36.0)
 
 
-def test_updates_without_a_gradient_do_not_change_what_is_usual():
-    """A batch of equal rewards has none; a hundred of them, and an ordinary gradient would be a spike."""
+def test_updates_without_a_gradient_hardly_change_what_is_usual():
+    """A batch of equal rewards has none; after a hundred of them an ordinary gradient was a spike."""
     state = started()
     for slope in [0.0, 0.01] * 50:
         state, metrics = push(state, slope)
         assert float(metrics["train/skipped"]) == 0.0
-    assert float(state.usual_norm) == pytest.approx(4.0)
+    usual = 4.0 * 0.999**100
+    assert float(state.usual_norm) == pytest.approx(usual, rel=1e-4)
     state, _ = push(state, 0.5)
-    assert float(state.usual_norm) == pytest.approx(0.95 * 4.0 + 0.05 * 2.0)
+    assert float(state.usual_norm) == pytest.approx(0.95 * usual + 0.05 * 2.0, rel=1e-4)
 
 
-@pytest.mark.parametrize("slope", [0.0, 1e-8])
+def test_after_a_first_norm_that_was_far_too_large_what_is_usual_comes_down():
+    state = started(100.0)
+    for _ in range(2500):
+        state, _ = push(state, 1.0)
+    assert float(state.usual_norm) == pytest.approx(4.0, rel=0.01)
+
+
+@pytest.mark.parametrize("slope", [0.0, 1e-6])
 def test_a_phase_that_begins_without_a_gradient_takes_the_first_that_comes(slope):
     state = started(slope)
     assert float(state.usual_norm) == 0.0
@@ -365,10 +372,9 @@ def test_a_phase_that_begins_without_a_gradient_takes_the_first_that_comes(slope
     assert float(state.usual_norm) == pytest.approx(20.0)
 
 
-def test_gradients_that_stay_large_become_usual():
-    """Twenty times the mean, as where rewards begin to differ: two are skipped, the third is not."""
-    state, skipped = started(), []
-    for _ in range(4):
+def test_spikes_that_last_stay_spikes():
+    """So that the phase goes back to a checkpoint."""
+    state = started()
+    for _ in range(20):
         state, metrics = push(state, 20.0)
-        skipped.append(float(metrics["train/skipped"]))
-    assert skipped == [1.0, 1.0, 0.0, 0.0]
+        assert float(metrics["train/skipped"]) == 1.0

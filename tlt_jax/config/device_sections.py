@@ -1,10 +1,16 @@
 """The sections on devices and processes: where the run computes, in which type, and with whom."""
 
+import re
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from tlt_jax.config.base import LARGEST_INT, PathOrNone, PositiveFloat, PositiveInt, PrecisionLevel, Section
+
+
+def flag_words(flags: str) -> list[str]:
+    """The flags of a text as in the variable XLA_FLAGS: separated by space outside of quotes."""
+    return re.findall(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""", flags)
 
 
 class MeshConfig(Section):
@@ -58,7 +64,7 @@ class DeviceConfig(Section):
 
     @model_validator(mode="after")
     def _flags(self):
-        strange = [word for word in self.xla_flags.split() if not word.startswith("--")]
+        strange = [word for word in flag_words(self.xla_flags) if not word.startswith("--")]
         if strange and self.xla_flags != "auto":
             raise ValueError(f"xla_flags has {strange[0]!r}; expected 'auto', or words that begin with '--'")
         return self

@@ -11,6 +11,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +95,19 @@ def open_trackers(
     """
     opening = Opening(config, folder, hyperparameters, first, logged)
     opened: list[Tracker] = []
-    for name in config.run.trackers:
-        try:
-            opened.append(Steady(name, TRACKERS[name](opening)))
-        except Exception as error:
-            why = f"{name} cannot be opened ({' '.join(str(error).split())[:300]})"
-            if first == 1:
-                for tracker in opened:
-                    tracker.close(failed=True)
-                raise ConfigError(
-                    f"`run.trackers`: {why}; expected it to be reached, or run.trackers without"
-                ) from error
-            log.warning("%s; the run goes on without it, and metrics.jsonl has every step", why)
+    with ExitStack() as undo:
+        for name in config.run.trackers:
+            try:
+                tracker = Steady(name, TRACKERS[name](opening))
+            except Exception as error:
+                why = f"{name} cannot be opened ({' '.join(str(error).split())[:300]})"
+                if first == 1:
+                    raise ConfigError(
+                        f"`run.trackers`: {why}; expected it to be reached, or run.trackers without"
+                    ) from error
+                log.warning("%s; the run goes on without it, and metrics.jsonl has every step", why)
+            else:
+                opened.append(tracker)
+                undo.callback(tracker.close, failed=True)
+        undo.pop_all()
     return opened

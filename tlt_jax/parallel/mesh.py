@@ -26,7 +26,8 @@ def set_up_devices(config: DeviceConfig) -> None:
     if config.platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
     try:
-        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+        for count in (config.cpu_devices + 1, config.cpu_devices):  # JAX looks at a number that changes alone
+            jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # JAX runs already: fine, if with as many
         if jax.default_backend() == "cpu" and jax.local_device_count() != config.cpu_devices:
             raise ConfigError(

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tlt_jax.config import ConfigError
-from tlt_jax.config.device_sections import DeviceConfig
+from tlt_jax.config.device_sections import DeviceConfig, flag_words
 
 log = logging.getLogger("tlt_jax")
 
@@ -36,35 +36,40 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "tpu": (),  # its own flags go through LIBTPU_INIT_ARGS, and their defaults are those for training
 }
 TRIAL = "import jax; jax.devices()"
-PREFIX = re.compile(r"^[A-Z]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ")  # of a line that XLA logs
+LOGGED = re.compile(r"^[EF]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ")  # how a line begins in which XLA tells of an error
 UNKNOWN = re.compile(r"Unknown flags? in XLA_FLAGS: *(.*)")
 
 
 def set_flags(config: DeviceConfig) -> None:
     """Adds to the variable XLA_FLAGS what `device.xla_flags` asks for; what stands there already wins.
 
-    "auto" is the platform's preset, as far as XLA knows it. Raises ConfigError for flags of the user's, there or in
+    "auto" is the platform's preset, as far as XLA takes it. Raises ConfigError for flags of the user's, there or in
     the config, that XLA does not take. Call it before anything touches a device.
     """
-    given = os.environ.get("XLA_FLAGS", "")
-    mine = _asked_for(config)
+    given, mine = os.environ.get("XLA_FLAGS", "").strip(), _asked_for(config)
     folder = Path(config.compilation_cache).expanduser() if config.compilation_cache else None
     _refuse_strange("the variable XLA_FLAGS", given, folder)
     _refuse_strange("`device.xla_flags`", " ".join(mine), folder)
-    preset = PRESETS[platform_of(config)] if config.xla_flags == "auto" else ()
-    strange = unknown(preset, folder)
-    if strange:
-        log.warning("XLA flags of the preset that this jaxlib does not know, left out: %s", " ".join(sorted(strange)))
-    there = {_name(flag) for flag in given.split()}
-    added = [flag for flag in (*preset, *mine) if flag not in strange and _name(flag) not in there]
+    added = mine or _known_preset(platform_of(config) if config.xla_flags == "auto" else "cpu", folder)
+    if added and given and not given.startswith("-"):
+        if mine:
+            raise ConfigError(
+                f"`device.xla_flags` is {config.xla_flags!r}; expected 'auto' or '' where the variable XLA_FLAGS names"
+                f" a file of flags ({given!r})"
+            )
+        log.warning("the variable XLA_FLAGS names a file of flags: the preset is left out")
+        return
+    there = {_name(flag) for flag in flag_words(given)}
+    added = [flag for flag in added if _name(flag) not in there]
     if added:
-        os.environ["XLA_FLAGS"] = " ".join([*given.split(), *added])
+        os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
 
 
 def refuse_late(config: DeviceConfig) -> None:
     """Where JAX already runs, XLA reads no flags any more: raises ConfigError for those of the config that are not in
     the variable XLA_FLAGS."""
-    missing = [flag for flag in _asked_for(config) if flag not in os.environ.get("XLA_FLAGS", "").split()]
+    there = {_name(flag) for flag in flag_words(os.environ.get("XLA_FLAGS", ""))}
+    missing = [flag for flag in _asked_for(config) if _name(flag) not in there]
     if missing:
         raise ConfigError(
             f"`device.xla_flags` is {config.xla_flags!r}; expected 'auto', or flags that stood in the variable"
@@ -72,8 +77,20 @@ def refuse_late(config: DeviceConfig) -> None:
         )
 
 
-def _asked_for(config: DeviceConfig) -> tuple[str, ...]:
-    return () if config.xla_flags == "auto" else tuple(config.xla_flags.split())
+def _asked_for(config: DeviceConfig) -> list[str]:
+    return [] if config.xla_flags == "auto" else flag_words(config.xla_flags)
+
+
+def _known_preset(platform: str, folder: Path | None) -> list[str]:
+    preset = PRESETS[platform]
+    try:
+        strange = unknown(preset, folder)
+    except ValueError as error:
+        log.warning("XLA flags of the preset, left out: this jaxlib does not take them (%s)", error)
+        return []
+    if strange:
+        log.warning("XLA flags of the preset that this jaxlib does not know, left out: %s", " ".join(sorted(strange)))
+    return [flag for flag in preset if flag not in strange]
 
 
 def platform_of(config: DeviceConfig) -> str:
@@ -111,24 +128,31 @@ def unknown(flags: tuple[str, ...], folder: Path | None = None) -> set[str]:
 
 
 def _try(flags: tuple[str, ...]) -> set[str]:
-    """Those that XLA does not know. Raises ValueError, with what it says, where that is not what it refuses."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
-    command = [sys.executable, "-c", TRIAL]
-    tried = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    """Those that XLA does not know. Raises ValueError, with what XLA says, where it refuses them for something else."""
+    tried = _trial(flags)
     said = UNKNOWN.search(tried.stderr)
-    if said is None and tried.returncode:
-        first = next(iter(tried.stderr.strip().splitlines()), f"it ends with {tried.returncode}")
-        raise ValueError(PREFIX.sub("", first)[:300])
-    return {flag for flag in flags if flag in said[1].split()} if said else set()
+    if said:
+        return {flag for flag in flags if flag in said[1].split()}
+    if tried.returncode and not _trial(()).returncode:  # else it is not the flags
+        lines = tried.stderr.strip().splitlines()
+        of_xla = [line for line in lines if LOGGED.match(line)]
+        why = LOGGED.sub("", of_xla[0]) if of_xla else lines[-1] if lines else f"a trial ends with {tried.returncode}"
+        raise ValueError(why[:300])
+    return set()
+
+
+def _trial(flags: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+    return subprocess.run([sys.executable, "-c", TRIAL], env=environment, capture_output=True, text=True, check=False)
 
 
 def _refuse_strange(where: str, flags: str, folder: Path | None) -> None:
     """Raises ConfigError for flags of the user's that XLA does not take: what they are is tried."""
     try:
-        strange = unknown(tuple(flags.split()), folder)
+        strange = unknown(tuple(flag_words(flags)), folder)
         why = f"unknown: {' '.join(sorted(strange))}"
     except ValueError as error:
-        strange, why = set(flags.split()), str(error)
+        strange, why = {flags}, str(error)
     if strange:
         raise ConfigError(f"{where} is {flags!r}; expected flags of this JAX's XLA ({why})")
 

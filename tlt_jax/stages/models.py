@@ -97,7 +97,8 @@ def abstract_models(shape: ModelShape, mesh: jax.sharding.Mesh) -> Models:
 
 
 def initial_models(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Models:
-    """Fresh models from the seed, or those of `model.init_from`. Raises ConfigError if these do not fit `shape`."""
+    """Fresh models from the seed, or those of `model.init_from`, whose shape this is. Raises ConfigError if they are
+    not whole."""
     keys = jax.random.split(jax.random.key(config.run.seed), 2)
     exit = initialise(shallow_exit(shape), mesh, keys[1])
     source = _source(config.model)

@@ -142,6 +142,7 @@ def _take_first_models(run: Run, stages: Sequence[str], models: Models | None) -
     """Begins the run with what the first of `stages` starts from: `models`, else those of an earlier stage that this
     run directory holds, else those that the config names. None are made where the run goes on within `stages`: the
     phase that it stands in restores them."""
+    given = models is not None
     if models is None and run.document and run.document["stage"] not in stages:
         models = saved_models(run.folder, run.mesh)
     if models is not None:
@@ -149,6 +150,7 @@ def _take_first_models(run: Run, stages: Sequence[str], models: Models | None) -
     else:
         _warn_of_another_tokenizer(run)
         shape = checked_shape(run.config, run.corpus.tokenizer.vocab_size, run.mesh)
+    if not given:
         _say_what_is_odd(run, stages, shape)
     run.begin(shape)
     if run.document is None or run.document["stage"] not in stages:

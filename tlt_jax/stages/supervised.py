@@ -1,7 +1,8 @@
 """What pretraining and the supervised warm-up share: next-token updates on packed rows from a loader."""
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from threading import Thread
 from typing import Any, ClassVar
 
 import jax
@@ -42,7 +43,6 @@ class Supervised(Phase):
         ahead = data.workers, data.prefetch_factor
         self.loader = make_loader(rows, config.batch_size, config.accumulation, seed, self.section, part, *ahead)
         self.flops_per_token = training_flops(run.shape, data.context_length)
-        self._watch = ThreadPoolExecutor(1, "devices")
         self._done: Future[float] | None = None  # when the devices were done with the update before
 
     def init(self, models: Models) -> PhaseState:
@@ -65,7 +65,7 @@ class Supervised(Phase):
         with self.run.timed("data"):
             batch = put_local_batch(self.run.mesh, self._next(), leading=1)
         train, metrics = self.update(state.arrays["train"], batch, np.float32(step.progress))
-        self._done = self._watch.submit(_when_ready, metrics["train/loss"])
+        self._done = when_ready(metrics["train/loss"])
         host = {**state.host, "loader": self.loader.get_state()}
         return PhaseState({**state.arrays, "train": train}, host), metrics, batch["tokens"].size
 
@@ -76,12 +76,22 @@ class Supervised(Phase):
         came = time.monotonic()
         if self._done is None:
             self.waited += came - started
-        elif self._done.done():
+        elif self._done.done() and self._done.exception() is None:
             self.waited += max(came - max(started, self._done.result()), 0.0)
         return batch
 
 
-def _when_ready(array: jax.Array) -> float:
-    """Waits for an array of the devices'; the time when it was there."""
-    jax.block_until_ready(array)
-    return time.monotonic()
+def when_ready(array: jax.Array) -> Future[float]:
+    """The time at which an array of the devices' is there. Whoever waits is not waited for when the program ends."""
+    found: Future[float] = Future()
+
+    def wait() -> None:
+        try:
+            jax.block_until_ready(array)
+        except Exception as error:  # the devices': whoever fetches the array is told
+            found.set_exception(error)
+        else:
+            found.set_result(time.monotonic())
+
+    Thread(target=wait, name="devices", daemon=True).start()
+    return found

@@ -19,7 +19,8 @@ from tlt_jax.train.precision import FLOAT32, Precision, compute_weights, lowered
 from tlt_jax.train.state import Role, TrainState, state_shardings
 
 NORM_MEMORY = 0.95  # weight of the past in the running mean of the gradient's norm
-NO_GRADIENT = 1e-6  # a norm below it, as of equal rewards, is rounding: no mean begins with it
+SLOW_MEMORY = 0.999  # and after a norm far below it
+NO_GRADIENT = 1e-4  # a norm below it, as of equal rewards, is rounding: no mean begins with it
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -53,7 +54,7 @@ def make_update(
 ) -> Program:
     """update(state, batch, progress) -> (state, metrics). Arrays are [A, b, ...]; progress in [0, 1] sets the rates.
 
-    An update whose loss or gradients are not finite, or whose gradient's norm is more than `spike_factor` (0: any)
+    An update whose loss or gradients are not finite, or whose `train/grad_norm` is more than `spike_factor` (0: any)
     times its running mean, changes neither parameters nor optimisers; `train/skipped` is then 1. With a loss scale,
     gradients that only it made overflow are no fault: `train/overflow` is 1 instead, and the scale half as large. A
     loss that is not finite by itself leaves the scale as it is.
@@ -77,7 +78,8 @@ def make_update(
                 params[name] = jax.tree.map(lambda p, u, rate=rate: p + rate * u, state.params[name], updates)
         metrics["train/grad_norm"] = optax.tree.norm(grads["policy"] if "policy" in roles else grads)
         finite = jnp.isfinite(metrics["train/loss"])
-        sound, usual_norm = _judged(finite, optax.tree.norm(grads), state.usual_norm, spike_factor)
+        whole = finite & jnp.isfinite(optax.tree.norm(grads))
+        sound, usual_norm = _judged(whole, metrics["train/grad_norm"], state.usual_norm, spike_factor)
         params, opt = jax.tree.map(partial(jnp.where, sound), (params, opt), (state.params, state.opt))
         metrics["train/skipped"] = 1.0 - sound
         metrics["train/lr"] = roles[main].rate(progress)
@@ -95,18 +97,16 @@ def make_update(
 def _judged(finite: jax.Array, norm: jax.Array, usual: jax.Array, factor: float) -> tuple[jax.Array, jax.Array]:
     """(whether an update can be made, the running mean of the gradient's norm after it).
 
-    Into the mean a spike goes as the largest norm that is none, so that what lasts becomes usual; a norm as far below
-    the mean, as of a batch whose rewards are all equal, does not go in: after many of those, what is usual would be a
-    spike.
+    A spike does not move the mean. A norm as far below it, as of a batch whose rewards are all equal, lets it fall
+    slowly: after many of those, what is usual would be a spike.
     """
-    finite &= jnp.isfinite(norm)
     if not factor:
         return finite, usual
-    first, most = usual == 0.0, factor * usual
-    mean = NORM_MEMORY * usual + (1.0 - NORM_MEMORY) * jnp.minimum(norm, most)
     begun = jnp.where(norm > NO_GRADIENT, norm, 0.0)
-    moved = jnp.where(first, begun, jnp.where(norm * factor < usual, usual, mean))
-    return finite & (first | (norm <= most)), jnp.where(finite, moved, usual)
+    low = norm * factor < usual
+    moved = jnp.where(low, SLOW_MEMORY * usual, NORM_MEMORY * usual + (1.0 - NORM_MEMORY) * norm)
+    sound = finite & ((usual == 0.0) | (norm <= factor * usual))
+    return sound, jnp.where(sound, jnp.where(usual == 0.0, begun, moved), usual)
 
 
 def _gradients(
