@@ -7,7 +7,7 @@ import pytest
 
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import ConfigError, load_config
-from tlt_jax.stages import insight
+from tlt_jax.stages import insight, trouble
 from tlt_jax.stages.pipeline import run_all
 from tlt_jax.stages.pretrain import Pretrain
 from tlt_jax.stages.run import Interrupted
@@ -17,14 +17,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 class Told:
     """Pretraining whose steps compute nothing: those at `bad` places of the data are skipped; the run is told to stop
-    in the step at place `stop`. What it did stands in `places`, `saved` and `restored`."""
+    in the step at place `stop`. What it did stands in `places`, `saved` and `numbers`, of
+    the checkpoints that were restored."""
 
     def __init__(self, folder: Path, data: Path, patch: pytest.MonkeyPatch):
         self.bad: tuple[int, ...] = ()
         self.stop: int | None = None
         self.places: list[int] = []
         self.saved: list[dict] = []
-        self.restored = 0
+        self.numbers: list[int] = []
         self.overrides = [
             f"run.output_dir={folder}/runs", f"data.cache_dir={data}", "stages=[pretrain]", "run.trackers=[]",
             "run.export=false", "device.compilation_cache=", "checkpoint.every_seconds=null", "budget.total=12",
@@ -35,13 +36,14 @@ class Told:
         patch.setattr(Pretrain, "evaluate", lambda phase, state, when: (state, {}))
         patch.setattr(Pretrain, "step", lambda phase, state, step: self.step(phase, state))
         patch.setattr(Store, "save", lambda s, n, a, document: (self.saved.append(document), save(s, n, a, document)))
-        patch.setattr(Store, "restore", lambda *given: (self.count(), restore(*given))[1])
+        patch.setattr(Store, "restore", lambda s, number, like: self.restore(restore, s, number, like))
 
     def run(self, *overrides: str):
         return run_all(load_config(ROOT / "configs/tiny.yaml", [*self.overrides, *overrides]))
 
-    def count(self) -> None:
-        self.restored += 1
+    def restore(self, restore, store, number, like):
+        self.numbers.append(number)
+        return restore(store, number, like)
 
     def step(self, phase, state):
         loader = state.host["loader"]
@@ -75,48 +77,66 @@ def test_a_row_of_skipped_steps_is_not_saved_and_its_data_are_left_behind(told):
     told.bad = (4, 5, 6)
     told.run(*EACH)
     assert told.places == list(range(12))
-    assert told.restored == 1
+    assert told.numbers == [4]
     assert told.steps_saved == [1, 2, 3, 4, 7, 8, 9, 10, 11, 12, 12]
-    assert [document["returns"] for document in told.saved] == [0] * 4 + [1] * 7
+    assert [document["trouble"]["returns"] for document in told.saved] == [0] * 4 + [1] * 7
 
 
 def test_skipped_steps_that_are_few_are_gone_on_from(told):
     told.bad = (4, 5)
     told.run(*EACH)
-    assert told.restored == 0
+    assert told.numbers == []
     assert told.steps_saved == [1, 2, 3, 4, 7, 8, 9, 10, 11, 12, 12]
 
 
-def test_who_stops_within_such_a_row_goes_on_from_before_it(told):
-    told.bad, told.stop = (4, 5, 6, 7), 5
+def test_who_stops_within_such_a_row_goes_on_there_and_goes_back_to_before_it(told):
+    told.bad, told.stop = (4, 5, 6, 8), 5
     with pytest.raises(Interrupted):
         told.run(*EACH)
-    assert told.steps_saved == [1, 2, 3, 4]
-    told.stop, told.places = None, []
+    assert told.steps_saved == [1, 2, 3, 4, 6]
+    assert told.saved[-1]["trouble"] == {"skipped": 2, "sound": 0, "returns": 0, "checkpoint": 4}
+    told.stop, told.places, told.numbers = None, [], []
     told.run(*EACH)
-    assert told.places == list(range(4, 12))
-    assert told.restored == 2  # to go on, and to go back
+    assert told.places == list(range(6, 12))
+    assert told.numbers == [5, 4]  # to go on, and to go back
 
 
-def test_who_stops_before_there_is_a_checkpoint_saves_one(told):
-    told.bad, told.stop = (0, 1), 1
+def test_what_was_pruned_or_damaged_since_is_not_gone_back_to(told):
+    told.bad, told.stop = (4, 5, 6), 5
     with pytest.raises(Interrupted):
-        told.run()
-    assert told.steps_saved == [2]
-    told.stop, told.places = None, []
-    told.run()
-    assert told.places == list(range(2, 12))
+        told.run(*EACH, "checkpoint.keep=1")
+    told.stop = None
+    with pytest.raises(ConfigError, match="3 updates in a row were not finite or spikes, after 0 returns"):
+        told.run(*EACH, "checkpoint.keep=1")
+
+
+def test_who_stops_within_many_skipped_steps_saves_before_going_back(told):
+    told.bad, told.stop = (4, 5, 6), 6
+    with pytest.raises(Interrupted):
+        told.run(*EACH)
+    assert told.numbers == [] and told.steps_saved[-1] == 7
+    told.stop = None
+    told.run(*EACH)
+    assert told.places == list(range(12)) and told.numbers == [5, 4]
 
 
 def test_a_restart_remembers_how_often_it_went_back(told):
     told.bad, told.stop = tuple(range(4, 100)), 8
     with pytest.raises(Interrupted):
         told.run(*EACH, "budget.total=40")
-    assert told.restored == 1 and told.steps_saved[-1] == 7
+    assert told.numbers == [4] and told.steps_saved[-2:] == [7, 9]
     told.stop = None
     with pytest.raises(ConfigError, match="3 updates in a row were not finite or spikes, after 2 returns"):
         told.run(*EACH, "budget.total=40")
-    assert told.places == [*range(9), *range(7, 13)]
+    assert told.places == list(range(13))
+
+
+def test_returns_are_forgotten_after_many_updates(told, monkeypatch):
+    monkeypatch.setattr(trouble, "SETTLED", 4)
+    told.bad = (2, 3, 4, 8, 9, 10, 15, 16, 17, 22, 23, 24)  # three sound ones between the first two rows
+    told.run(*EACH, "budget.total=30")
+    assert [document["trouble"]["returns"] for document in told.saved[-1:]] == [0]
+    assert len(told.numbers) == 4
 
 
 def test_without_a_checkpoint_of_its_own_a_phase_that_diverges_stops(told):

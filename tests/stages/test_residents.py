@@ -67,6 +67,7 @@ def watched(stop_in: str | None = None, skipped: tuple[int, ...] = ()) -> Iterat
     watch, begin, restore = Watch(), Run.begin, Store.restore
 
     def step(phase: Phase, state: PhaseState, step):
+        phase.run.store.wait()  # until then it holds what it saves
         watch.steps.setdefault(phase.name, []).append(watch.copies())
         if phase.name == stop_in and step.index == 0:
             phase.run.asked_to_stop = 15

@@ -70,6 +70,11 @@ class Store:
         self._manager.reload()  # what Orbax saw when it was opened may have been set aside
         return found
 
+    def verifies(self, step: int) -> bool:
+        """Whether that step is there, as it was saved; process 0 looks, for all."""
+        found = self._main and step in self._steps() and self._fault(step) is None
+        return self._company.agree("whether a checkpoint verifies", found)[0]
+
     def _newest(self) -> int | None:
         sealed = {int(path.stem) for path in self._manifests.glob("*.json") if _is_number(path.stem)}
         faults: dict[int, str] = {}

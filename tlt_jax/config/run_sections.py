@@ -115,7 +115,13 @@ class FaultsConfig(Section):
     rollback_after: PositiveInt = Field(
         8, description="steps skipped in a row before the phase goes back to its newest checkpoint and skips their data"
     )
-    stop_after: int = Field(3, ge=0, le=LARGEST_INT, description="such returns of a phase before the run stops instead")
+    stop_after: int = Field(
+        3,
+        ge=0,
+        le=LARGEST_INT,
+        description="such returns of a phase before the run stops instead; a hundred updates in a row, and they no longer"
+        " count",
+    )
     stuck_after: NonNegativeFloat = Field(
         600.0,
         description="seconds in which nothing ends before a warning names the phase and what is going on, and log.txt"

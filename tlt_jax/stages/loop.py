@@ -19,6 +19,7 @@ from tlt_jax.stages.insight import Insight
 from tlt_jax.stages.models import Models
 from tlt_jax.stages.rollouts import Sampler
 from tlt_jax.stages.run import PHASES, Run
+from tlt_jax.stages.trouble import Trouble
 
 log = logging.getLogger("tlt_jax")
 
@@ -126,10 +127,10 @@ class _PhaseRun:
         self.pending: list[tuple[dict[str, Any], dict[str, Any], int]] = []
         self.last_flush, self.idle = time.monotonic(), 0.0
         self.held = 0.0  # seconds that saving has held the loop since the last step
-        self.skipped = 0  # steps without an update, in a row
-        self.returns = document.get("returns", 0) if document and resumed else 0  # to a checkpoint, for that
+        self.trouble = Trouble(**document["trouble"]) if document and resumed else Trouble()
         if document and resumed:
-            self.state = self._restored(document)
+            assert run.checkpoint is not None
+            self.state = self._restored(run.checkpoint, document)
             run.record()
         else:
             run.record()
@@ -151,9 +152,9 @@ class _PhaseRun:
             stopping = self.run.stop_signal is not None
             if save or stopping:
                 self._flush()  # so that it is known what was skipped
-            if self.skipped >= self.run.config.faults.rollback_after:
+            if self.trouble.skipped >= self.run.config.faults.rollback_after and not stopping:
                 self._return()
-            if (save or stopping) and self._can_save(stopping):
+            if stopping or (save and not self.trouble.skipped):
                 self._save()
             if stopping:
                 break
@@ -213,31 +214,28 @@ class _PhaseRun:
 
     def _watch(self, row: dict[str, Any]) -> None:
         """Counts steps whose updates were all skipped."""
-        self.skipped = self.skipped + 1 if row.get("train/skipped", 0.0) >= 1.0 else 0
-        if self.skipped == 1:
+        self.trouble.count(row.get("train/skipped", 0.0) >= 1.0)
+        if self.trouble.skipped == 1:
             said = "step %d: not finite or a spike, so that nothing was updated (loss %.4g, gradient norm %.4g)"
             log.warning(said, row["step"], row["train/loss"], row["train/grad_norm"])
 
     def _return(self) -> None:
-        """Goes back to the phase's newest checkpoint. Raises ConfigError where there is none, or it has not helped."""
-        run, phase, document = self.run, self.phase, self._own_checkpoint()
-        self.returns += 1
-        if document is None or self.returns > run.config.faults.stop_after:
+        """Goes back to the phase's newest checkpoint from outside of such a row. Raises ConfigError where there is
+        none, or where to go back has not helped."""
+        run, phase, trouble = self.run, self.phase, self.trouble
+        run.store.wait()
+        number = trouble.checkpoint
+        if number is None or not run.store.verifies(number) or trouble.returns >= run.config.faults.stop_after:
             raise ConfigError(
-                f"{phase.stage} {phase.name} diverges: {self.skipped} updates in a row were not finite or spikes, after"
-                f" {self.returns - 1} returns to a checkpoint; expected a smaller learning rate for it, or other data"
+                f"{phase.stage} {phase.name} diverges: {trouble.skipped} updates in a row were not finite or spikes,"
+                f" after {trouble.returns} returns to a checkpoint; expected a smaller learning rate for it, or other"
+                " data"
             )
-        log.warning("%d steps in a row without an update: going back to checkpoint %d", self.skipped, run.checkpoint)
-        host, self.skipped = self.state.host, 0
+        log.warning("%d steps in a row without an update: going back to checkpoint %d", trouble.skipped, number)
+        host = self.state.host
         del self.state  # its arrays make room for those that come
-        self.state = phase.after_return(self._restored(document), host)
-
-    def _own_checkpoint(self) -> dict[str, Any] | None:
-        """The document of the newest checkpoint, if it is of this phase."""
-        self.run.store.wait()
-        document = self.run.store.document(self.run.checkpoint) if self.run.checkpoint else None
-        ours = document and (document["stage"], document["phase"]) == (self.phase.stage, self.phase.name)
-        return document if ours else None
+        self.state = phase.after_return(self._restored(number, run.store.document(number)), host)
+        trouble.skipped, trouble.returns = 0, trouble.returns + 1
 
     def _evaluate(self, when: str) -> dict[str, float]:
         log.debug("%s %s: evaluating, %s its steps", self.phase.stage, self.phase.name, when)
@@ -269,11 +267,6 @@ class _PhaseRun:
             seconds and time.monotonic() - self.last_save >= seconds
         )
 
-    def _can_save(self, stopping: bool) -> bool:
-        """Not within a row of steps without an update: to go back there would change nothing. Who stops within one
-        goes on from before it, if the phase has a checkpoint."""
-        return not self.skipped or (stopping and self._own_checkpoint() is None)
-
     def _save(self) -> None:
         """Saves a checkpoint. They are numbered one by one: a step may be saved before and after its phase's end."""
         run = self.run
@@ -282,13 +275,15 @@ class _PhaseRun:
         with run.timed("checkpoint"):
             self._clock()
             self._account()
+            run.checkpoint = (run.checkpoint or 0) + 1
+            self.trouble.saved(run.checkpoint)
             document = {
                 "stage": self.phase.stage,
                 "phase": self.phase.name,
                 "step": run.step,
                 "spent": self.spent.to_dict(),
                 "done": self.done,
-                "returns": self.returns,
+                "trouble": self.trouble.to_dict(),
                 "times": run.times,
                 "host": self.state.host,
                 "results": run.results,
@@ -298,7 +293,6 @@ class _PhaseRun:
                 "shape": asdict(run.shape),
                 "data": run.corpus.summary["digest"],
             }
-            run.checkpoint = (run.checkpoint or 0) + 1
             run.store.save(run.checkpoint, flatten(self.state.arrays), document)
             run.write_results()
         self.last_save, self.saved_at = time.monotonic(), self.spent.steps
@@ -320,11 +314,10 @@ class _PhaseRun:
             **self.insight.figures(),
         )
 
-    def _restored(self, document: dict[str, Any]) -> PhaseState:
+    def _restored(self, number: int, document: dict[str, Any]) -> PhaseState:
         shapes = self.phase.shapes()
-        assert self.run.checkpoint is not None
         with self.run.watchdog.during("restoring"):
-            arrays = self.run.store.restore(self.run.checkpoint, flatten(shapes))
+            arrays = self.run.store.restore(number, flatten(shapes))
         state = PhaseState(unflatten(shapes, arrays), document["host"])
         self.phase.check(state)
         return state
