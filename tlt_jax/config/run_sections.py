@@ -119,8 +119,8 @@ class FaultsConfig(Section):
         3,
         ge=0,
         le=LARGEST_INT,
-        description="such returns of a phase before the run stops instead; a hundred updates in a row, and they no longer"
-        " count",
+        description="such returns of a phase before the run stops instead; after a hundred updates in a row they no"
+        " longer count",
     )
     stuck_after: NonNegativeFloat = Field(
         600.0,
