@@ -150,11 +150,13 @@ def _refuse(message: str) -> int:
 
 
 def _overview() -> int:
-    print(__doc__)
+    print("tlt_jax: trains a language model in three stages, from one config\n")
+    print("  python -m tlt_jax.main --config X [key=value ...]   runs it; `tlt` is the same program\n")
     print("verbs:")
     for verb, text in VERBS.items():
         print(f"  {verb:9} {text}")
-    print("\n`tlt VERB --help` shows a verb's options and examples.")
+    print("\n`tlt VERB --help` shows a verb's options and examples. Exit codes: 0 done; 1 a fault of ours; 2 the input")
+    print("or the machine does not allow it; 3 another process was lost; 130 and 143 interrupted, after saving.")
     return DONE
 
 

@@ -158,3 +158,8 @@ finetune: {warmup: {optimizer: {<<: *slow, beta2: 0.8}}}
     )
     optimizer = load_config(path).finetune.warmup.optimizer
     assert (optimizer.learning_rate, optimizer.beta2) == (1e-5, 0.8)
+
+
+@pytest.mark.parametrize("pattern", ["**/*.md", "*.txt", "%x", "@x"])
+def test_a_pattern_of_files_needs_no_quotes(pattern):
+    assert load_config(None, [f"data.source.pattern={pattern}"]).data.source.pattern == pattern

@@ -138,7 +138,8 @@ def test_a_finished_run_says_so_and_exits_0(finished):
     before = program.parameters(finished)
     text = program.run(finished, "sampling.temperature=0.5")
     assert "this run is finished" in text
-    assert "the config differs from the one this run began with, in: profile.steps, sampling.temperature" in text
+    assert "differs from the one this run was last started with, in: profile.steps, sampling.temperature" in text
+    assert "`model.hidden` was 64, now 128" in program.run(finished, "model.hidden=128", code=2)
     assert "began with other data" in program.run(finished, "run.seed=3", code=2)
     assert program.parameters(finished) == before
     assert len(program.rows(finished)) == STEPS

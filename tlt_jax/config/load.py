@@ -121,7 +121,8 @@ def _apply_override(tree: dict, override: str) -> None:
     if not equals or not key:
         raise ConfigError(f"override {override!r}: expected key.sub=value")
     try:
-        value = yaml.load(text, _Loader) if text else ""
+        # What YAML keeps for itself at the start, as in a pattern of files, can only be meant as text.
+        value = text if text[:1] in ("*", "%", "@", "`", "") else yaml.load(text, _Loader)
     except ConfigError:
         raise
     except Exception:  # the parser's, of many kinds

@@ -18,7 +18,15 @@ from tlt_jax.stages.align import run_align
 from tlt_jax.stages.finetune import run_finetune
 from tlt_jax.stages.loop import is_past
 from tlt_jax.stages.memory import parameters
-from tlt_jax.stages.models import Models, checked_shape, host_copy, initial_models, saved_models, tokenizer_path
+from tlt_jax.stages.models import (
+    Models,
+    checked_shape,
+    host_copy,
+    initial_models,
+    model_shape,
+    saved_models,
+    tokenizer_path,
+)
 from tlt_jax.stages.opening import open_run
 from tlt_jax.stages.pretrain import run_pretrain
 from tlt_jax.stages.rollouts import Sampler
@@ -52,7 +60,8 @@ def run_all(config: Config) -> StageResult:
             if run.finished:
                 assert run.document is not None
                 _check_place(run, config.stages)
-                run.warn_of_changes(ModelShape(**run.document["shape"]))
+                run.begin(_finished_shape(run))
+                run.warn_of_changes(run.shape)
                 run.take_up_rows()
                 run.recorded = True  # there is nothing to add
                 log.info("this run is finished (%d steps); nothing is left to do; more needs a new run.name", run.step)
@@ -122,6 +131,14 @@ def _run_stages(run: Run, stages: Sequence[str], models: Models | None) -> Model
         if not is_past(run, *last_phase(stage)):
             STAGES[stage](run, sampler)
     return run.take_models()
+
+
+def _finished_shape(run: Run) -> ModelShape:
+    """The model's shape by the config; by the checkpoint where it comes from a place that may be gone by now."""
+    assert run.document is not None
+    if run.config.model.init_from is not None:
+        return ModelShape(**run.document["shape"])
+    return model_shape(run.config.model, run.corpus.tokenizer.vocab_size)
 
 
 def _say_what_is_odd(run: Run, stages: Sequence[str], shape: ModelShape) -> None:

@@ -220,8 +220,8 @@ class Run:
             tracker.close(failed)
 
     def warn_of_changes(self, shape: ModelShape) -> None:
-        """Says which keys differ from those of the config that the run directory holds, for a model of this shape.
-        Raises ConfigError if that one cannot be read."""
+        """Says which keys differ from those of the config that the run was last started with, for a model of this
+        shape. Raises ConfigError if that one cannot be read."""
         if not self.main:
             return
         path = self.folder / "config.yaml"
@@ -229,7 +229,7 @@ class Run:
             sorted(_changes(read_config_tree(path), redacted(_resolved(self.config, shape)))) if path.is_file() else []
         )
         if changed:
-            log.warning("the config differs from the one this run began with, in: %s", ", ".join(changed))
+            log.warning("the config differs from the one this run was last started with, in: %s", ", ".join(changed))
 
     def write_results(self, finished: bool = False, ended: bool = False) -> None:
         """Rewrites results.json, from which the report is made; `ended`: this start has done what it was to do."""
