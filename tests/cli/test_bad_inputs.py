@@ -183,6 +183,7 @@ ENVIRONMENT = {
     "a variable that names no platform": Row(
         nothing, run("run.name=new"), ["`device.platform`", "nonsense"], {"JAX_PLATFORMS": "nonsense"}
     ),
+    "64-bit types": Row(nothing, run("run.name=new"), ["JAX_ENABLE_X64", "32-bit"], {"JAX_ENABLE_X64": "1"}),
     "a variable with a flag whose value XLA cannot read": Row(
         nothing,
         run("run.name=new"),

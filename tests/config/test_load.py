@@ -163,3 +163,8 @@ finetune: {warmup: {optimizer: {<<: *slow, beta2: 0.8}}}
 @pytest.mark.parametrize("pattern", ["**/*.md", "*.txt", "%x", "@x"])
 def test_a_pattern_of_files_needs_no_quotes(pattern):
     assert load_config(None, [f"data.source.pattern={pattern}"]).data.source.pattern == pattern
+
+
+def test_a_number_of_thousands_of_digits_is_refused():
+    with pytest.raises(ConfigError, match=r"`model.width` is a number of thousands of digits"):
+        load_config(None, ["model.width=0x" + "f" * 5000])

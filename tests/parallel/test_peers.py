@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 from support import program
@@ -118,6 +119,20 @@ def test_strangers_at_the_door_are_passed_over(port):
         other = pool.submit(meet, f"127.0.0.1:{port}", 2, 1, "same", 10.0)
         company = [main.result(), other.result()]
     assert agreed(company, "here", [1, 2]) == [[1, 2]] * 2
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(Peers.close, company))
+
+
+def test_strangers_who_say_nothing_do_not_hold_the_others_up(port):
+    with ThreadPoolExecutor(2) as pool, ExitStack() as strangers:
+        main = pool.submit(meet, f"127.0.0.1:{port}", 2, 0, "same", 10.0)
+        for _ in range(6):
+            wait_until(lambda: can_connect(port + 1))
+            strangers.enter_context(socket.create_connection(("127.0.0.1", port + 1)))
+        begun = time.monotonic()
+        other = pool.submit(meet, f"127.0.0.1:{port}", 2, 1, "same", 10.0)
+        company = [main.result(), other.result()]
+        assert time.monotonic() - begun < 3.0
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(Peers.close, company))
 

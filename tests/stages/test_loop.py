@@ -95,10 +95,23 @@ def test_who_stops_within_such_a_row_goes_on_there_and_goes_back_to_before_it(to
         told.run(*EACH)
     assert told.steps_saved == [1, 2, 3, 4, 6]
     assert told.saved[-1]["trouble"] == {"skipped": 2, "sound": 0, "returns": 0, "checkpoint": 4}
+    assert told.saved[-2]["trouble"] == {"skipped": 0, "sound": 4, "returns": 0, "checkpoint": 4}
     told.stop, told.places, told.numbers = None, [], []
     told.run(*EACH)
     assert told.places == list(range(6, 12))
     assert told.numbers == [5, 4]  # to go on, and to go back
+
+
+def test_what_a_signal_saved_is_not_gone_back_to(told):
+    """A run that was stopped goes back to where one that was not does."""
+    every = ["checkpoint.every_steps=2"]
+    told.bad, told.stop = (3, 4, 5), 2
+    with pytest.raises(Interrupted):
+        told.run(*every)
+    told.stop = None
+    told.run(*every)
+    assert told.steps_saved[:2] == [2, 3]
+    assert told.numbers == [2, 1]
 
 
 def test_what_was_pruned_or_damaged_since_is_not_gone_back_to(told):

@@ -113,6 +113,7 @@ OVERRIDES = {
     "budget.pretrain=1e308": ["`budget.pretrain`", "1e+308", "1000000"],
     "device.cpu_devices=100000": ["`device.cpu_devices`", "100000", "1024"],
     "device.xla_flags=xla_dump_to=here": ["`device`", "xla_dump_to=here", "begin with '--'"],
+    "device.join_seconds=1e308": ["`device.join_seconds`", "1e+308", "86400"],
     "device.processes=2": ["`device`", "need `coordinator`"],
     "device={coordinator: 'a:1', processes: 2, process: 2}": ["`device`", "`process` is 2", "0 to 1"],
     "device={coordinator: 'a:1', processes: 2}": ["`device`", "`process` is None", "0 to 1"],

@@ -60,7 +60,9 @@ class DeviceConfig(Section):
     )
     processes: PositiveInt = Field(1, description="how many processes the run has; the same in all")
     process: int | None = Field(None, ge=0, le=LARGEST_INT, description="which of them this is, from 0")
-    join_seconds: PositiveFloat = Field(60.0, description="how long the processes wait for each other at the start")
+    join_seconds: PositiveFloat = Field(
+        60.0, le=86400.0, description="how long the processes wait for each other at the start"
+    )
 
     @model_validator(mode="after")
     def _flags(self):

@@ -159,7 +159,10 @@ def _explain(item: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    text = _REPR.repr(value)
+    try:
+        text = _REPR.repr(value)
+    except ValueError:  # Python writes no number of so many digits
+        text = "a number of thousands of digits"
     return text if len(text) <= 80 else text[:77] + "..."
 
 

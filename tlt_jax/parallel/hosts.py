@@ -5,6 +5,7 @@ In one process every function here is what it looks like, at no cost.
 
 import hashlib
 import json
+import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -52,8 +53,8 @@ def join(config: DeviceConfig, agreed: Any) -> Iterator[Company]:
             process,
             cluster_detection_method="deactivate",
             coordinator_bind_address=f"{socket.gethostbyname(host)}:{port}",
-            initialization_timeout=int(config.join_seconds),
-            shutdown_timeout_seconds=int(config.join_seconds),
+            initialization_timeout=math.ceil(config.join_seconds),
+            shutdown_timeout_seconds=math.ceil(config.join_seconds),
         )
         yield peers
     except Together:

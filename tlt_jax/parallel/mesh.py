@@ -23,6 +23,8 @@ def set_up_devices(config: DeviceConfig) -> None:
     Call it before anything touches a device, and before other processes are joined. Raises ConfigError if devices
     exist already in another number or without the config's flags, or XLA does not take the flags it is given.
     """
+    if jax.config.read("jax_enable_x64"):
+        raise ConfigError("JAX_ENABLE_X64, or `jax_enable_x64`, is set; expected it off: the types here are 32-bit")
     if config.platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
     try:

@@ -8,6 +8,7 @@ Process 0 listens; the others connect. What they say are lines of JSON. By the s
 decides (whether to stop, to save, how much of the budget is used): a collective would need every device for it.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -220,20 +221,20 @@ def _gather(host: str, port: int, processes: int, token: str, timeout: float) ->
     with _listen(host, port):
         pass  # what jax.distributed will listen on is free
     found: dict[int, _Peer] = {}
+    arrived: queue.SimpleQueue[tuple[socket.socket, dict[str, Any]]] = queue.SimpleQueue()
     deadline = time.monotonic() + timeout
     with _listen(host, port + 1) as listener:
+        listener.settimeout(0.05)
         while len(found) < processes - 1:
             left = deadline - time.monotonic()
             missing = sorted(set(range(1, processes)) - found.keys())
             if left <= 0:
                 raise _refused(found, f"process {', '.join(map(str, missing))} did not come within {timeout:g} s")
-            listener.settimeout(left)
-            try:
-                link, _ = listener.accept()
-            except TimeoutError:
+            with contextlib.suppress(TimeoutError):
+                _hear_out(listener.accept()[0], arrived)
+            if arrived.empty():
                 continue
-            link.settimeout(5.0)
-            hello = _first_word(link)
+            link, hello = arrived.get()
             if not isinstance(hello.get("process"), int):
                 link.close()  # not one of ours
                 continue
@@ -249,6 +250,12 @@ def _gather(host: str, port: int, processes: int, token: str, timeout: float) ->
     for peer in found.values():
         peer.say(welcome=True, host=socket.gethostname())
     return [found[process] for process in sorted(found)]
+
+
+def _hear_out(link: socket.socket, arrived: queue.SimpleQueue) -> None:
+    """Puts the link and its first word there, once it has come. Meanwhile others are heard: strangers may be silent."""
+    link.settimeout(5.0)
+    threading.Thread(target=lambda: arrived.put((link, _first_word(link))), daemon=True).start()
 
 
 def _refused(found: dict[int, _Peer], reason: str) -> ConfigError:
@@ -297,7 +304,7 @@ def _first_word(link: socket.socket) -> dict[str, Any]:
     """The first line that comes, {} if none does."""
     received = b""
     try:
-        while b"\n" not in received and len(received) < 65536:
+        while b"\n" not in received and len(received) < 4096:
             part = link.recv(1)  # byte by byte: what follows the line is the watch's to read
             if not part:
                 break

@@ -155,7 +155,7 @@ class _PhaseRun:
             if self.trouble.skipped >= self.run.config.faults.rollback_after and not stopping:
                 self._return()
             if stopping or (save and not self.trouble.skipped):
-                self._save()
+                self._save(to_go_back_to=save)
             if stopping:
                 break
             if progress >= 1.0 or self.phase.ended(self.state):
@@ -250,7 +250,7 @@ class _PhaseRun:
         self._flush()
         self.record["after"] = self._evaluate("after")
         self.done = True
-        self._save()
+        self._save(to_go_back_to=True)
         if not self.spent.steps:
             log.warning("%s %s took no step: its budget was used up before", self.phase.stage, self.phase.name)
         log.debug("%s %s: %s", self.phase.stage, self.phase.name, self.record)
@@ -267,8 +267,11 @@ class _PhaseRun:
             seconds and time.monotonic() - self.last_save >= seconds
         )
 
-    def _save(self) -> None:
-        """Saves a checkpoint. They are numbered one by one: a step may be saved before and after its phase's end."""
+    def _save(self, to_go_back_to: bool) -> None:
+        """Saves a checkpoint. They are numbered one by one: a step may be saved before and after its phase's end.
+
+        What a signal saves is not `to_go_back_to`: a run that was stopped ends as one that was not.
+        """
         run = self.run
         self._flush()
         start = time.monotonic()
@@ -276,7 +279,8 @@ class _PhaseRun:
             self._clock()
             self._account()
             run.checkpoint = (run.checkpoint or 0) + 1
-            self.trouble.saved(run.checkpoint)
+            if to_go_back_to:
+                self.trouble.saved(run.checkpoint)
             document = {
                 "stage": self.phase.stage,
                 "phase": self.phase.name,

@@ -66,6 +66,8 @@ def run_all(config: Config) -> StageResult:
                 run.recorded = True  # there is nothing to add
                 log.info("this run is finished (%d steps); nothing is left to do; more needs a new run.name", run.step)
                 models = saved_models(run.folder, run.mesh)
+                if config.run.export and not (run.folder / "export").is_dir():
+                    _export(run, models)
             else:
                 models = _run_stages(run, config.stages, None)
                 _finish(run, models)
@@ -223,14 +225,18 @@ def _check_tasks(run: Run, stages: Sequence[str]) -> None:
 def _finish(run: Run, models: Models) -> None:
     """Exports the final models, and marks the run as finished."""
     if run.config.run.export:
-        folder, policy, exit = run.folder / "export", host_copy(models.policy), host_copy(models.exit)
-        if run.main:
-            context = run.config.data.context_length
-            with run.account.on("saving"):
-                export(folder, models.policy.shape, policy, exit, run.corpus.tokenizer, context)
-        log.info("exported to %s (loads in transformers)", folder)
+        _export(run, models)
     run.facts["finished"] = datetime.now().astimezone().isoformat(timespec="seconds")
     run.write_results(finished=True)
+
+
+def _export(run: Run, models: Models) -> None:
+    folder, policy, exit = run.folder / "export", host_copy(models.policy), host_copy(models.exit)
+    if run.main:
+        context = run.config.data.context_length
+        with run.account.on("saving"):
+            export(folder, models.policy.shape, policy, exit, run.corpus.tokenizer, context)
+    log.info("exported to %s (loads in transformers)", folder)
 
 
 def _report(run: Run) -> None:
