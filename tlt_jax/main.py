@@ -5,6 +5,7 @@ little memory) does not allow it: one message, no traceback; 3 another process o
 interrupted by SIGINT and SIGTERM, after saving.
 """
 
+import contextlib
 import difflib
 import errno
 import os
@@ -145,7 +146,9 @@ def _told(error: Exception) -> str | None:
 
 
 def _refuse(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    # Nobody may be there to read it: the exit code says as much.
+    with contextlib.suppress(OSError):
+        print(f"error: {message}", file=sys.stderr, flush=True)
     return USER_ERROR
 
 

@@ -73,6 +73,15 @@ def test_missing_path(settings, message):
         read_documents(SourceConfig(**settings))
 
 
+def test_runs_below_a_directory_are_no_documents(tmp_path):
+    """Or a run whose directory lies there would not find its data again."""
+    for name in ("a.txt", "b/c.txt", "runs/old/log.txt", "runs/old/.lock", "runs/old/export/config.json", "d/log.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    documents, _ = read_documents(SourceConfig(kind="directory", path=str(tmp_path)))
+    assert [document.name for document in documents] == ["a.txt", "b/c.txt", "d/log.txt"]
+
+
 def test_empty_folder_and_bad_pattern(tmp_path):
     with pytest.raises(ConfigError, match="no document found"):
         read_documents(SourceConfig(kind="directory", path=str(tmp_path)))

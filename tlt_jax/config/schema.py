@@ -99,7 +99,7 @@ class SpeculationConfig(Section):
 class SamplingConfig(Section):
     """How rollouts are drawn in both reinforcement-learning stages."""
 
-    temperature: PositiveFloat = Field(1.0, description="policy-gradient training needs one above 0")
+    temperature: float = Field(1.0, ge=1e-4, description="policy-gradient training needs one above 0")
     top_k: int = Field(0, ge=0, le=LARGEST_INT, description="keep the k likeliest tokens; 0: all")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="keep the likeliest tokens up to this mass; 1: all")
 

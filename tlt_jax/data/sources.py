@@ -11,6 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ class Document:
     text: str
 
 
+RUN_FILES = (".lock", "log.txt")  # what every run directory has, from its start on
 Found = tuple[list[Document], dict[str, int]]
 
 
@@ -66,15 +68,17 @@ def read_stdlib(source: SourceConfig) -> Found:
 def read_directory(source: SourceConfig) -> Found:
     """The UTF-8 files of the folder `source.path` that match `source.pattern`; names are relative to the folder.
 
-    Hidden files and folders are passed over. Counted and skipped: `binary` (a zero byte), `unreadable` (not UTF-8, no
-    access).
+    Hidden files and folders, and run directories, are passed over. Counted and skipped: `binary` (a zero byte),
+    `unreadable` (not UTF-8, no access).
     """
     root = Path(source.path or "").expanduser()
     if not root.is_dir():
         raise ConfigError(f"data.source.path is {source.path!r}; expected a folder that exists")
     documents, skipped = [], Counter(binary=0, unreadable=0)
+    is_run = cache(lambda folder: all((folder / name).is_file() for name in RUN_FILES))
     for name, path in _files_below(root, source.pattern):
-        if any(part.startswith(".") for part in name.split("/")):
+        inside = list(path.relative_to(root).parents)[:-1]
+        if any(part.startswith(".") for part in name.split("/")) or any(is_run(root / folder) for folder in inside):
             continue
         try:
             content = path.read_bytes()
