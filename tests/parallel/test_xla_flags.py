@@ -136,6 +136,7 @@ def test_a_trial_that_fails_without_flags_too_says_nothing_of_them(variables, mo
     monkeypatch.setattr(xla_flags, "TRIAL", "import sys; sys.exit(3)")
     variables.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     set_flags(DeviceConfig(platform="cpu", compilation_cache=str(tmp_path)))
+    assert os.environ["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=true"
 
 
 def test_to_a_file_of_flags_none_are_added(variables, monkeypatch, tmp_path, caplog):
