@@ -136,8 +136,10 @@ def test_a_healthy_run_gets_no_hints_and_says_what_it_compiled(finished):
 
 def test_a_finished_run_says_so_and_exits_0(finished):
     before = program.parameters(finished)
+    shutil.rmtree(finished / "runs/tiny/export")  # which is made again
     text = program.run(finished, "sampling.temperature=0.5")
-    assert "this run is finished" in text
+    assert "this run is finished" in text and "exported to" in text
+    assert program.parameters(finished) == before
     assert "differs from the one this run was last started with, in: profile.steps, sampling.temperature" in text
     assert "`model.hidden` was 64, now 128" in program.run(finished, "model.hidden=128", code=2)
     assert "began with other data" in program.run(finished, "run.seed=3", code=2)
