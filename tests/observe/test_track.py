@@ -102,7 +102,7 @@ def test_a_run_that_is_killed_goes_on_in_the_same_runs_of_both(tmp_path, trap):
     client, found = mlflow_run(tmp_path)
     assert (found.info.run_id, found.info.run_name, found.info.status) == (kept["mlflow"]["id"], "tiny", "FINISHED")
     history = [point.step for point in client.get_metric_history(found.info.run_id, "train/loss")]
-    assert sorted(history) == sorted(set(history)) and {1, 2, 6} <= set(history)
+    assert history == [1, 2, 3, 4, 5, 6]
     loss = {row["step"]: row["train/loss"] for row in program.rows(tmp_path)}
     assert found.data.metrics["train/loss"] == pytest.approx(loss[6])
     assert found.data.params["model.width"] == "32" and found.data.params["data.source.hub_token"] == "<redacted>"
@@ -116,8 +116,9 @@ def test_steps_that_are_done_again_keep_their_first_values_and_parameters_do_not
     folder.mkdir(parents=True)
     options = ["run.name=tiny", "run.trackers=[wandb, mlflow]", "tracking.wandb.mode=offline"]
     config = load_config(None, [*options, f"run.output_dir={tmp_path}/runs"])
-    for first, logged, width in ((1, 0, 16), (3, 5, 32)):
-        for tracker in open_trackers(config, folder, {"model": {"width": width}}, first, logged):
+    written = [{"step": step, "train/loss": float(16 + step)} for step in range(1, 6)]
+    for first, rows, width in ((1, [], 16), (3, written, 32)):
+        for tracker in open_trackers(config, folder, {"model": {"width": width}}, first, rows):
             for step in range(first, first + 5):
                 tracker.log(step, {"train/loss": float(width + step)})
             tracker.close()
@@ -127,6 +128,21 @@ def test_steps_that_are_done_again_keep_their_first_values_and_parameters_do_not
     assert history == {1: 17.0, 2: 18.0, 3: 19.0, 4: 20.0, 5: 21.0, 6: 38.0, 7: 39.0}
     assert run.data.params == {"model.width": "16"}
     assert trap == []
+
+
+def test_rows_that_a_killed_start_did_not_hand_over_are_handed_over_by_the_next(tmp_path, trap):
+    folder = tmp_path / "runs/tiny"
+    folder.mkdir(parents=True)
+    config = load_config(None, ["run.name=tiny", "run.trackers=[mlflow]", f"run.output_dir={tmp_path}/runs"])
+    written = [{"step": step, "train/loss": float(step)} for step in range(1, 6)]
+    for first, rows, handed in ((1, [], 2), (5, written, 6)):
+        (tracker,) = open_trackers(config, folder, {}, first, rows)
+        for step in range(first, handed + 1):
+            tracker.log(step, {"train/loss": float(10 * first + step)})
+        tracker.close()
+    client, run = mlflow_run(tmp_path)
+    history = {point.step: point.value for point in client.get_metric_history(run.info.run_id, "train/loss")}
+    assert history == {1: 11.0, 2: 12.0, 3: 3.0, 4: 4.0, 5: 55.0, 6: 56.0}
 
 
 def test_the_terminal_is_the_runs_and_nothing_is_left_where_it_was_started(tmp_path, trap):
@@ -150,7 +166,7 @@ def test_the_terminal_is_the_runs_and_nothing_is_left_where_it_was_started(tmp_p
     assert done.stdout == "" and len(done.stderr.splitlines()) < 12, done.stderr
     assert list(here.iterdir()) == [] and trap == []
     assert mlflow_run(tmp_path)[1].info.status == "FAILED"
-    assert mlflow_run(tmp_path)[1].data.metrics == {"train/loss": 1.0}
+    assert mlflow_run(tmp_path)[1].data.metrics == {"train/loss": 1.0, "step": 1.0}
 
 
 def test_wandb_without_an_account_is_the_users_error(tmp_path, trap):

@@ -116,7 +116,7 @@ def test_one_that_cannot_be_opened_refuses_a_new_run_and_lets_an_old_one_go_on(m
     with pytest.raises(ConfigError, match=r"`run.trackers`: tensorboard cannot be opened \(no answer\)"):
         open_trackers(FRESH, tmp_path, {})
     assert said() == []
-    assert open_trackers(FRESH, tmp_path, {}, first=5, logged=6) == []
+    assert open_trackers(FRESH, tmp_path, {}, first=5) == []
     assert "tensorboard cannot be opened (no answer); the run goes on without it" in said()[0]
 
 
@@ -134,7 +134,7 @@ def test_trackers_opened_before_one_that_cannot_be_are_closed(monkeypatch, tmp_p
 
 
 def test_ids_are_kept_by_place_and_places_stay_secret(tmp_path):
-    opening = Opening(FRESH, tmp_path, {}, 1, 0)
+    opening = Opening(FRESH, tmp_path, {}, 1, ())
     assert opening.kept("mlflow", "https://me:hunter2@there") is None
     opening.keep("mlflow", "https://me:hunter2@there", "abc")
     opening.keep("wandb", "me/project", "def")

@@ -15,8 +15,9 @@ class MlflowTracker:
     """A run of MLflow with the resolved config, by dotted keys, as its parameters. Later starts go on with the same
     run.
 
-    Steps that an earlier start has logged are not logged again, since MLflow would keep both values; nor are
-    parameters, which MLflow does not change.
+    Steps that it has are not logged again, since MLflow would keep both values; nor are parameters, which MLflow does
+    not change. The metric `step` says how far it has come: rows that an earlier start wrote and did not hand over,
+    because it was killed, are handed over by the next.
     """
 
     def __init__(self, opening: Opening):
@@ -31,7 +32,6 @@ class MlflowTracker:
         self._client = MlflowClient(tracking_uri=uri)
         place = f"{uri} {options.experiment}"
         kept = opening.kept("mlflow", place)
-        self._logged = opening.logged if kept else 0
         if kept:
             self._id = kept
             self._client.update_run(self._id, status=RunStatus.to_string(RunStatus.RUNNING))
@@ -39,17 +39,27 @@ class MlflowTracker:
             experiment = _experiment(self._client, options.experiment, runs if uri.startswith("sqlite:") else None)
             self._id = self._client.create_run(experiment, run_name=opening.config.run.name).info.run_id
             opening.keep("mlflow", place, self._id)
-        known = self._client.get_run(self._id).data.params
-        new = [Param(key, value) for key, value in _dotted(opening.hyperparameters) if key not in known]
+        known = self._client.get_run(self._id).data
+        self._logged = int(known.metrics.get("step", opening.logged if known.metrics else 0))
+        self._waiting = [row for row in opening.rows if row["step"] < opening.first] if kept else []
+        new = [Param(key, value) for key, value in _dotted(opening.hyperparameters) if key not in known.params]
         for start in range(0, len(new), PARAMS_A_CALL):
             self._client.log_batch(self._id, params=new[start : start + PARAMS_A_CALL])
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record the metrics among `values` that are finite."""
+        while self._waiting:
+            self._log(self._waiting[0]["step"], self._waiting[0])
+            del self._waiting[0]
+        self._log(step, values)
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
         if step > self._logged:
             now = int(1000 * time.time())
-            metrics = [self._metric(name, value, now, step) for name, value in numbers(values).items()]
+            named = numbers(values) | {"step": float(step)}
+            metrics = [self._metric(name, value, now, step) for name, value in named.items()]
             self._client.log_batch(self._id, metrics=metrics)
+            self._logged = step
 
     def close(self, failed: bool = False) -> None:
         """Mark the run as finished or failed."""

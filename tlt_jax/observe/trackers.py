@@ -10,7 +10,7 @@ import io
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -86,14 +86,18 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def open_trackers(
-    config: Config, folder: Path, hyperparameters: Mapping[str, Any], first: int = 1, logged: int = 0
+    config: Config,
+    folder: Path,
+    hyperparameters: Mapping[str, Any],
+    first: int = 1,
+    rows: Sequence[Mapping[str, Any]] = (),
 ) -> list[Tracker]:
     """The trackers that the config names; see `Opening` for the rest.
 
     One that cannot be opened raises ConfigError where a run begins. Where a run goes on (`first` above 1) a server
     that is away must not end it: that is told, and the run goes on without.
     """
-    opening = Opening(config, folder, hyperparameters, first, logged)
+    opening = Opening(config, folder, hyperparameters, first, rows)
     opened: list[Tracker] = []
     with ExitStack() as undo:
         for name in config.run.trackers:

@@ -1,7 +1,7 @@
 """What all trackers share: what they are opened with, what they take, and under which id they go on."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,13 +24,19 @@ class Tracker(Protocol):
 @dataclass(frozen=True)
 class Opening:
     """What a tracker is opened with: the config, the run directory, the resolved config as plain values without its
-    secrets, the first step that will be logged, and the last that an earlier start has logged (0: none)."""
+    secrets, the first step that will be logged, and the rows that earlier starts have written, by step: those from
+    the first step on will be done again."""
 
     config: Config
     folder: Path
     hyperparameters: Mapping[str, Any]
     first: int
-    logged: int
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def logged(self) -> int:
+        """The last step that an earlier start has written; 0: none."""
+        return self.rows[-1]["step"] if self.rows else 0
 
     def kept(self, tracker: str, place: str) -> str | None:
         """The id under which `tracker` knows this run at `place`, if an earlier start has kept one."""

@@ -190,17 +190,17 @@ class Run:
         sure that it can go on: a command that is refused changes nothing."""
         if self.main and not self.recorded:
             self.warn_of_changes(self.shape)
-            logged = self.take_up_rows()
+            rows = self.take_up_rows()
             tree = redacted(_resolved(self.config, self.shape))
-            self.trackers = open_trackers(self.config, self.folder, tree, self.step + 1, logged)
+            self.trackers = open_trackers(self.config, self.folder, tree, self.step + 1, rows)
             self.recorded = True
             write_text_atomically(self.folder / "config.yaml", dump_config(_resolved(self.config, self.shape)))
             self.corpus.tokenizer.save(self.folder)
             self.write_results()
 
-    def take_up_rows(self) -> int:
-        """Brings metrics.jsonl and samples.jsonl to where the checkpoint is; returns the last step that was written.
-        Raises ConfigError for damaged rows."""
+    def take_up_rows(self) -> list[dict[str, Any]]:
+        """Brings metrics.jsonl and samples.jsonl to where the checkpoint is; returns the rows of steps as they were
+        written. Raises ConfigError for damaged rows."""
         try:
             self.samples.count()  # damage is found before anything is changed
             rows = read_rows(self.metrics.path)
@@ -212,7 +212,7 @@ class Run:
         faults = self.metrics.faults(self.step)
         if faults:
             log.warning("%s was changed since it was written: %s", self.metrics.path, faults)
-        return rows[-1]["step"] if rows else 0
+        return rows
 
     def close_trackers(self, failed: bool) -> None:
         """Writes out what trackers hold back, and tells them whether the run ended before its end."""
