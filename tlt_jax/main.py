@@ -27,6 +27,7 @@ VERBS = {
 
 # What JAX's and Orbax's errors say where memory or disk do not suffice; with one of the latter words it is the disk.
 EXHAUSTED = ("RESOURCE_EXHAUSTED", "Failed writing", "No space left")
+JAX_REFUSES = ("for environment 'JAX_", "for JAX flag")  # a variable of the environment, when it is imported
 DISK = ("local file", "Failed writing", "No space left")
 
 # Of the system's errors, those that say what it does not allow.
@@ -136,6 +137,8 @@ def _told(error: Exception) -> str | None:
     if isinstance(error, ConfigError):
         return str(error)
     text = " ".join(str(error).split())
+    if isinstance(error, ValueError) and any(words in text for words in JAX_REFUSES):
+        return f"JAX does not start: {text}; expected an environment whose JAX_* variables it can read"
     if isinstance(error, OSError) and error.errno in REFUSALS:
         return text.removeprefix(f"[Errno {error.errno}] ")
     if isinstance(error, MemoryError) or any(words in text for words in EXHAUSTED):

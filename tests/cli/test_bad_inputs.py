@@ -74,7 +74,7 @@ FILES = {
     "a list that does not end": ("a: [1\n", ["cannot be read as YAML"]),
     "two colons": ("a: b: c\n", ["cannot be read as YAML"]),
     "an object of Python's": ("run: !!python/object/apply:os.system [ls]\n", ["cannot be read as YAML"]),
-    "a list as a key": ("? [a, b]\n: 1\n", ["cannot be read as YAML"]),
+    "a list as a key": ("? [a, b]\n: 1\n", ["['a', 'b'] stands for a key", "expected a name"]),
     "a tab": ("\tx: 1", ["cannot be read as YAML"]),
     "bytes that are no UTF-8": (b"run: {name: \xff\xfe}\n", ["cannot be read as YAML"]),
     "UTF-16": ("run: {name: a}\n".encode("utf-16"), ["cannot be read as YAML", "utf-8"]),
@@ -184,6 +184,9 @@ ENVIRONMENT = {
         nothing, run("run.name=new"), ["`device.platform`", "nonsense"], {"JAX_PLATFORMS": "nonsense"}
     ),
     "64-bit types": Row(nothing, run("run.name=new"), ["JAX_ENABLE_X64", "32-bit"], {"JAX_ENABLE_X64": "1"}),
+    "a variable that JAX cannot read": Row(
+        nothing, run("run.name=new"), ["JAX does not start", "'maybe'", "JAX_ENABLE_X64"], {"JAX_ENABLE_X64": "maybe"}
+    ),
     "a variable with a flag whose value XLA cannot read": Row(
         nothing,
         run("run.name=new"),
@@ -213,13 +216,26 @@ VERBS = {
     "no argument for report": Row(nothing, ["report"], ["RUN_DIR", "tlt report --help"]),
     "--config without a file": Row(nothing, ["run", "--config"], ["--config", "tlt run --help"]),
     "no such config": Row(nothing, ["run", "--config", "bas.yaml"], ["'bas.yaml'", "did you mean 'base.yaml'"]),
-    "a folder for a config": Row(nothing, ["validate", "--config", "runs"], ["'runs'", "does not exist"]),
+    "a folder for a config": Row(nothing, ["validate", "--config", "runs"], ["'runs'", "is no regular file"]),
+    "a pipe for a config": Row(
+        lambda _: os.mkfifo("pipe"), ["validate", "--config", "pipe"], ["'pipe'", "is no regular file"]
+    ),
     "an empty path": Row(nothing, ["validate", "--config", ""], ["--config", "expected a path"]),
     "nobody's home": Row(nothing, ["validate", "--config", "~nobody-of-that-name/c"], ["no such user's home"]),
     "a zero byte in a path": Row(nothing, ["validate", "--config", "a\0b"], ["--config", "zero bytes"]),
     "too long a path": Row(nothing, ["validate", "--config", "x" * 300], ["cannot be looked for"]),
     "a path in export that cannot be": Row(nothing, ["export", "runs/done", "a\0b"], ["FOLDER", "zero bytes"]),
     "no such kind of cluster": Row(nothing, ["launch", "--target", "pbs"], ["--target", "'pbs'", "slurm"]),
+    "a time that SLURM does not take": Row(
+        nothing, ["launch", "--target", "slurm", "--time", "1h"], ["--time", "'1h'", "12:00:00"]
+    ),
+    "no time at all": Row(nothing, ["launch", "--target", "slurm", "--time", "0:00"], ["--time", "'0:00'"]),
+    "a partition of two lines": Row(
+        nothing, ["launch", "--target", "slurm", "--partition", "a\nb"], ["--partition", "letters, digits"]
+    ),
+    "more nodes than there are": Row(
+        nothing, ["launch", "--target", "slurm", "--nodes", "9" * 5000], ["--nodes", "0 to 999999"]
+    ),
     "a launch of a bad config": Row(nothing, ["launch", "--target", "slurm", "run.sede=1"], ["`run.sede`"]),
     "an override below a value": Row(
         nothing, run("run.name.first=a"), ["'run.name.first=a'", "`run.name` is a value, not a section"]

@@ -75,7 +75,9 @@ def test_missing_path(settings, message):
 
 def test_runs_below_a_directory_are_no_documents(tmp_path):
     """Or a run whose directory lies there would not find its data again."""
-    for name in ("a.txt", "b/c.txt", "runs/old/log.txt", "runs/old/.lock", "runs/old/export/config.json", "d/log.txt"):
+    runs = ("runs/old/log.txt", "runs/old/.lock", "runs/old/export/config.json")
+    prepared = ("data/12ab/manifest.json", "data/12ab/meta.json", "data/12ab/tokenizer.json")
+    for name in ("a.txt", "b/c.txt", "d/log.txt", *runs, *prepared):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     documents, _ = read_documents(SourceConfig(kind="directory", path=str(tmp_path)))

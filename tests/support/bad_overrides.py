@@ -31,7 +31,12 @@ OVERRIDES = {
     "model.init_from=3": ["`model.init_from`", "3", "string"],
     "data.max_documents=many": ["`data.max_documents`", "'many'", "integer"],
     "data.source.hub_token=3": ["`data.source.hub_token`", "3", "string"],
+    "run={1: 2}": ["1 stands for a key", "expected a name"],
+    "run={true: 2, 1: 2}": ["True stands for a key", "expected a name"],
     # ranges
+    "data.context_length=2147483640": ["`data.context_length`", "2147483640", "less than or equal to 1048576"],
+    "evaluation.batch_size=2147483640": ["`evaluation.batch_size`", "2147483640", "less than or equal to 1048576"],
+    "faults.stuck_after=0.00001": ["`faults.stuck_after`", "1e-05", "0.1 or more seconds, or 0"],
     "run.name=''": ["`run.name`", "''", "letters, digits"],
     "run.seed=-1": ["`run.seed`", "-1", "greater than or equal to 0"],
     "run.seed=2147483648": ["`run.seed`", "2147483648", "less than or equal to 2147483647"],

@@ -1,6 +1,7 @@
 """launch: starts a config on a cluster, or, with --dry-run, prints the batch script or manifest that would."""
 
 import argparse
+import re
 import shutil
 import subprocess
 
@@ -23,9 +24,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--accelerators", type=_count, default=0, help="GPUs or TPU chips of a node")
     parser.add_argument(
-        "--time", default="24:00:00", help="slurm: time limit; before it, the run saves and is requeued"
+        "--time", type=_time, default="24:00:00", help="slurm: time limit; before it, the run saves and is requeued"
     )
-    parser.add_argument("--partition", help="slurm: partition")
+    parser.add_argument("--partition", type=_partition, help="slurm: partition, or several with commas")
     parser.add_argument("--image", help="jobset: container image")
     parser.add_argument("--volume", help="jobset: CLAIM:/PATH of the volume that holds the runs")
     parser.add_argument("--restarts", type=_count, default=10, help="jobset: how often all pods are made anew")
@@ -82,6 +83,20 @@ def _positive(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a number, 0 or more")
+    if not re.fullmatch(r"[0-9]{1,6}", text):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}; expected a number, 0 to 999999")
     return int(text)
+
+
+def _time(text: str) -> str:
+    if not re.fullmatch(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})", text, re.ASCII) or not re.search("[1-9]", text):
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!r}; expected a time as SLURM takes it: 90 (minutes), 12:00:00 or 2-12"
+        )
+    return text
+
+
+def _partition(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]+(,[\w.-]+)*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}; expected names of letters, digits, '_', '-' and '.'")
+    return text

@@ -49,8 +49,13 @@ _Loader.add_implicit_resolver(
 
 
 def _mapping_without_repeats(loader: _Loader, node: yaml.MappingNode) -> dict:
-    keys = [loader.construct_object(key) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+    own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+    keys = [loader.construct_object(key, deep=True) for key in own]
     for key in keys:
+        if not isinstance(key, str):
+            raise ConfigError(
+                f"config: {_short(key)} stands for a key (line {node.start_mark.line + 1} onwards); expected a name"
+            )
         if keys.count(key) > 1:
             raise ConfigError(f"config: the key {key!r} stands twice (line {node.start_mark.line + 1} onwards)")
     return loader.construct_mapping(node, deep=True)
@@ -97,6 +102,8 @@ def read_config_tree(path: Path) -> dict:
         there = path.is_file()
     except (OSError, ValueError) as error:  # a name too long, a zero byte
         raise ConfigError(f"config file {_short(str(path))} cannot be looked for: {error}") from None
+    if not there and path.exists():
+        raise ConfigError(f"config file {str(path)!r} is no regular file; expected a YAML file")
     if not there:
         raise ConfigError(f"config file {str(path)!r} does not exist{_nearest(path.name, _yaml_names(path.parent))}")
     try:

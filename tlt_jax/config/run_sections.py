@@ -7,6 +7,7 @@ from pydantic import Field, field_validator
 
 from tlt_jax.config.base import (
     LARGEST_INT,
+    BatchSize,
     NonNegativeFloat,
     PathText,
     PositiveFloat,
@@ -94,7 +95,7 @@ class EvaluationConfig(Section):
     """What evaluations look at."""
 
     prompts: PositiveInt = Field(256, description="held-out prompts completed at each evaluation of completions")
-    batch_size: PositiveInt = Field(64, description="rows of an evaluation's batch")
+    batch_size: BatchSize = Field(64, description="rows of an evaluation's batch")
 
 
 class CheckpointConfig(Section):
@@ -127,6 +128,13 @@ class FaultsConfig(Section):
         description="seconds in which nothing ends before a warning names the phase and what is going on, and log.txt"
         " gets the stacks of all threads; ten times as many while JAX compiles; 0: never",
     )
+
+    @field_validator("stuck_after")
+    @classmethod
+    def _stuck_after(cls, seconds: float) -> float:
+        if 0 < seconds < 0.1:
+            raise ValueError(f"is {seconds}; expected 0.1 or more seconds, or 0 for never")
+        return seconds
 
 
 class ProfileConfig(Section):

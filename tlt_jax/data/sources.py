@@ -29,7 +29,8 @@ class Document:
     text: str
 
 
-RUN_FILES = (".lock", "log.txt")  # what every run directory has, from its start on
+# What every run directory has, from its start on, and every entry of the cache of prepared data.
+OUR_FOLDERS = ((".lock", "log.txt"), ("manifest.json", "meta.json"))
 Found = tuple[list[Document], dict[str, int]]
 
 
@@ -68,17 +69,17 @@ def read_stdlib(source: SourceConfig) -> Found:
 def read_directory(source: SourceConfig) -> Found:
     """The UTF-8 files of the folder `source.path` that match `source.pattern`; names are relative to the folder.
 
-    Hidden files and folders, and run directories, are passed over. Counted and skipped: `binary` (a zero byte),
-    `unreadable` (not UTF-8, no access).
+    Hidden files and folders, run directories and prepared data are passed over. Counted and skipped: `binary` (a
+    zero byte), `unreadable` (not UTF-8, no access).
     """
     root = Path(source.path or "").expanduser()
     if not root.is_dir():
         raise ConfigError(f"data.source.path is {source.path!r}; expected a folder that exists")
     documents, skipped = [], Counter(binary=0, unreadable=0)
-    is_run = cache(lambda folder: all((folder / name).is_file() for name in RUN_FILES))
+    is_ours = cache(lambda path: any(all((path / name).is_file() for name in files) for files in OUR_FOLDERS))
     for name, path in _files_below(root, source.pattern):
         inside = list(path.relative_to(root).parents)[:-1]
-        if any(part.startswith(".") for part in name.split("/")) or any(is_run(root / folder) for folder in inside):
+        if any(part.startswith(".") for part in name.split("/")) or any(is_ours(root / folder) for folder in inside):
             continue
         try:
             content = path.read_bytes()
