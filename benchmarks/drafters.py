@@ -21,8 +21,9 @@ import numpy as np
 
 from tlt_jax.config import Config, load_config
 from tlt_jax.data import prepare
+from tlt_jax.decode.controller import Fixed
 from tlt_jax.decode.engine import Engine, Request
-from tlt_jax.decode.propose import DRAFTERS, DraftSpec
+from tlt_jax.decode.propose import DRAFTERS, OFF, Choice, Rules
 from tlt_jax.decode.rollout import Rollout, rollout_metrics
 from tlt_jax.models.transformer import hidden_states, logits
 from tlt_jax.parallel.mesh import compute_dtype, make_mesh, set_up_devices
@@ -80,7 +81,7 @@ def _options() -> argparse.Namespace:
 
 def _engine(config: Config, models: Models, drafter: str, eos: int) -> Engine:
     tasks, speculation = config.data.tasks, config.speculation
-    draft = DraftSpec(drafter, speculation.draft_length, False, speculation.ngram_min, speculation.ngram_max)
+    choice = OFF if drafter == "off" else Choice(drafter, speculation.draft_length)
     return Engine(
         models.policy.shape,
         make_mesh(config.device.mesh),
@@ -88,7 +89,8 @@ def _engine(config: Config, models: Models, drafter: str, eos: int) -> Engine:
         max_prompt=tasks.max_prompt_tokens,
         max_new=tasks.max_completion_tokens,
         eos=[eos],
-        draft=draft,
+        controller=Fixed(choice),
+        rules=Rules(ngram_min=speculation.ngram_min, ngram_max=speculation.ngram_max),
         dtype=compute_dtype(config.device),
         block_verifies=speculation.block_verifies,
     )

@@ -10,9 +10,10 @@ import pytest
 from support import tiny
 
 from tlt_jax.config import ConfigError
+from tlt_jax.decode.controller import Fixed
 from tlt_jax.decode.engine import Engine, Request
 from tlt_jax.decode.loop import decode_block, empty_slots
-from tlt_jax.decode.propose import DraftSpec
+from tlt_jax.decode.propose import OFF, Choice, Rules
 from tlt_jax.models.declare import Declare
 from tlt_jax.models.decode_view import decode_view
 from tlt_jax.models.heads import ShallowExit
@@ -38,16 +39,16 @@ def engine(drafter: str, slots: int = 16) -> Engine:
         max_prompt=MAX_PROMPT,
         max_new=MAX_NEW,
         eos=[NO_EOS],
-        draft=DraftSpec(drafter, G, False, ngram_min=1),
+        controller=Fixed(OFF if drafter == "off" else Choice(drafter, G)),
         dtype=jnp.float32,
+        rules=Rules(ngram_min=1),
         block_verifies=3,
     )
 
 
 def complete(drafter: str, requests, pair=(MODEL, EXIT), slots: int = 16, eos: int = NO_EOS):
     e = engine(drafter, slots)
-    e._eos = jnp.asarray([eos], jnp.int32)  # an argument of the compiled block, so that one program serves every EOS
-    return e.run(e.view(pair[0]), pair[1], requests)
+    return e.run(e.view(pair[0]), pair[1], [replace(request, ends=(eos,)) for request in requests])
 
 
 @cache
@@ -213,7 +214,10 @@ def test_log_probs_are_those_of_the_training_forward_pass():
         (Request(np.zeros(MAX_PROMPT + 1, np.int32), 1, 0), "a prompt has 7 tokens"),
         (Request(np.zeros(1, np.int32), MAX_NEW + 1, 0), "max_new_tokens is 13"),
         (Request(np.zeros(1, np.int32), -1, 0), "max_new_tokens is -1"),
-        (Request(np.zeros(1, np.int32), 1, 0, top_k=3), "top_k or top_p"),
+        (Request(np.zeros(1, np.int32), 1, 0, top_k=3), "top_k, top_p or min_p"),
+        (Request(np.zeros(1, np.int32), 1, 0, min_p=0.1), "top_k, top_p or min_p"),
+        (Request(np.zeros(1, np.int32), 1, 0, ends=(1, 2)), "2 end tokens; expected at most 1"),
+        (Request(np.zeros(1, np.int32), 1, 0, stop=("x",)), "an engine that reads text"),
     ],
 )
 def test_a_request_that_does_not_fit_is_refused_and_takes_no_slot(request_, expected):
@@ -252,15 +256,10 @@ def test_a_decode_blocks_temporaries_are_a_small_share_of_the_weights(drafter):
 
     exit = abstract(lambda d: ShallowExit(WIDE, d))
     view = jax.eval_shape(partial(decode_view, dtype=jnp.float32), abstract(lambda d: Transformer(WIDE, d)))
-    slots = jax.eval_shape(partial(empty_slots, WIDE, 2, 16, jnp.float32))
-    spec = DraftSpec(drafter, 0 if drafter == "off" else G, False)
-    block = jax.jit(partial(decode_block, spec=spec, verifies=8), donate_argnums=2)
-    temporaries = (
-        block.lower(view, exit, slots, jax.ShapeDtypeStruct((1,), jnp.int32))
-        .compile()
-        .memory_analysis()
-        .temp_size_in_bytes
-    )
+    slots = jax.eval_shape(partial(empty_slots, WIDE, 2, 16, 1, jnp.float32))
+    choice = OFF if drafter == "off" else Choice(drafter, G)
+    block = jax.jit(partial(decode_block, choice=choice, rules=Rules(), verifies=8), donate_argnums=2)
+    temporaries = block.lower(view, exit, slots).compile().memory_analysis().temp_size_in_bytes
     weights = sum(leaf.size * 4 for leaf in jax.tree.leaves(view))
     assert weights > 10 * 2**20
     assert temporaries < 0.1 * weights, f"{temporaries / weights:.0%} of the weights"

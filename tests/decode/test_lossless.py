@@ -1,10 +1,14 @@
 """Losslessness by enumeration: what speculative decoding draws has the target's joint distribution, exactly.
 
 Vocabulary 3, a drafter that differs, completions of G + 2 tokens (so that the bonus token and a second block occur), a
-ragged batch of mixed settings, EOS in reach. Chi-square of the joint distribution, Holm-corrected over all cells. Five
-mutations of the code must each be caught.
+ragged batch of mixed settings, EOS in reach, slots refilled in mid-run and a pool that shrinks at the end. Chi-square
+of the joint distribution, Holm-corrected over all cells. Mutations of the code must each be caught.
 """
 
+from dataclasses import replace
+from functools import cache
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,8 +16,9 @@ from support import tiny
 from support.enumeration import EOS, VOCAB, Setting, exact, holm_rejects, mean_total_variation, p_value
 
 from tlt_jax.decode import loop, propose, verify
+from tlt_jax.decode.controller import Fixed
 from tlt_jax.decode.engine import Engine, Request
-from tlt_jax.decode.propose import DraftSpec
+from tlt_jax.decode.propose import OFF, Choice, Rules
 from tlt_jax.decode.sampling import _filter, policy_log_probs
 from tlt_jax.models import decode_view
 from tlt_jax.models.transformer import ModelShape
@@ -23,56 +28,68 @@ SHAPE = ModelShape(
 )
 PROMPTS = [[0], [0, 1, 0, 1, 0], [1, 1, 1]]
 PLAIN = [Setting(1.0), Setting(0.7)]
-FILTERED = [*PLAIN, Setting(1.0, top_k=2), Setting(0.7, top_p=0.8), Setting(1.0, top_k=2, top_p=0.9)]
+FILTERED = [
+    *PLAIN,
+    Setting(1.0, top_k=2),
+    Setting(0.7, top_p=0.8),
+    Setting(1.0, top_k=2, top_p=0.9),
+    Setting(0.7, min_p=0.3),
+]
 SAMPLES = 1500
 MODEL = tiny.transformer(SHAPE, seed=6, scale=2.0)
 EXIT = tiny.shallow_exit(SHAPE, seed=6, scale=2.0)
 
 
-def sample(drafter: str, draft_length: int, settings: list[Setting], samples: int = SAMPLES):
+def sample(choice: Choice, settings: list[Setting], rules: Rules, samples: int):
     """One run of the engine: `samples` completions of each prompt in each setting, mixed."""
     cells = [(prompt, setting) for prompt in PROMPTS for setting in settings]
     order = np.random.default_rng(0).permutation(np.repeat(np.arange(len(cells)), samples))
+    length = max(choice.draft_length, 2) + 2
     requests = [
-        Request(
-            np.array(cells[c][0], np.int32),
-            draft_length + 2,
-            int(i),
-            cells[c][1].temperature,
-            cells[c][1].top_k,
-            cells[c][1].top_p,
-        )
-        for i, c in enumerate(order)
+        Request(np.array(prompt, np.int32), length, int(i), s.temperature, s.top_k, s.top_p, s.min_p)
+        for i, (prompt, s) in enumerate(cells[c] for c in order)
     ]
-    spec = DraftSpec(drafter, draft_length, filtered=settings is not PLAIN, ngram_min=1, ngram_max=3)
     engine = Engine(
         SHAPE,
         tiny.mesh(),
-        slots=len(requests),
+        slots=len(requests) // 2,
         max_prompt=5,
         max_new=7,
         eos=[EOS],
-        draft=spec,
+        controller=Fixed(choice),
         dtype=jnp.float32,
+        rules=rules,
         block_verifies=2,
+        sizes=2,
     )
-    rollout = engine.run(engine.view(MODEL), EXIT, requests)
-    return cells, order, rollout
+    return cells, order, length, engine.run(engine.view(MODEL), EXIT, requests)
 
 
-def cell_p_values(drafter: str, draft_length: int, settings: list[Setting], check_logp: bool = True) -> list[float]:
-    cells, order, rollout = sample(drafter, draft_length, settings)
-    if drafter == "ngram":
+def cell_p_values(
+    choice: Choice,
+    settings: list[Setting],
+    verification: str = "block",
+    samples: int = SAMPLES,
+    check_logp: bool = True,
+) -> list[float]:
+    rules = Rules(filtered=settings is not PLAIN, verification=verification, ngram_min=1, ngram_max=3)
+    cells, order, length, rollout = sample(choice, settings, rules, samples)
+    if choice.drafter == "ngram":
         assert rollout.accepted_B.sum() > 0.02 * len(order), "the n-gram drafter does not fire"
     p_values = []
     for c, (prompt, setting) in enumerate(cells):
-        table = exact(MODEL, prompt, draft_length + 2, setting)
+        table = exact_table(tuple(prompt), length, setting)
         rows = np.flatnonzero(order == c)
         outcomes = [tuple(rollout.tokens_BT[r, len(prompt) : rollout.length_B[r]].tolist()) for r in rows]
         p_values.append(p_value(outcomes, table))
         if check_logp:
             check_log_probs(rollout.select(rows), outcomes, table)
     return p_values
+
+
+@cache
+def exact_table(prompt: tuple[int, ...], length: int, setting: Setting) -> dict:
+    return exact(MODEL, list(prompt), length, setting)
 
 
 def check_log_probs(rollout, outcomes, table):
@@ -89,33 +106,51 @@ def test_the_drafter_differs_from_the_target():
     assert 0.2 <= mean_total_variation(MODEL, EXIT, PROMPTS, 4) <= 0.5
 
 
-def test_joint_distribution_and_log_probs_are_the_targets():
+@pytest.mark.parametrize("verification", ["block", "token", "coupled"])
+def test_joint_distribution_and_log_probs_are_the_targets(verification):
     p_values = []
-    for draft_length in range(1, 6):
-        for settings in (PLAIN, FILTERED):
-            for drafter in ("shallow", "ngram"):
-                p_values += cell_p_values(drafter, draft_length, settings)
-    p_values += cell_p_values("off", 2, FILTERED)
+    for draft_length, settings in ((1, FILTERED), (2, PLAIN), (3, FILTERED), (5, FILTERED)):
+        for drafter in ("shallow", "ngram"):
+            p_values += cell_p_values(Choice(drafter, draft_length), settings, verification)
+    p_values += cell_p_values(OFF, FILTERED, verification)
     assert not holm_rejects(p_values), f"smallest of {len(p_values)} p-values: {min(p_values):.2e}"
 
 
-def _no_residual(p_BWV, drafts_BG, q_BGV, drafted_B, accepted_B):
+def _no_residual(p_BWV, drafts_BG, q_BGV, drafted_B, accepted_B, weight_BW):
     return jnp.take_along_axis(p_BWV, accepted_B[:, None, None], axis=1)[:, 0]
 
 
 def _bonus_from_the_wrong_row(original):
-    def mutated(p_BWV, drafts_BG, q_BGV, drafted_B, accepted_B):
+    def mutated(p_BWV, drafts_BG, q_BGV, drafted_B, accepted_B, weight_BW):
         wrong_BV = jnp.take_along_axis(p_BWV, jnp.maximum(accepted_B - 1, 0)[:, None, None], axis=1)[:, 0]
-        right_BV = original(p_BWV, drafts_BG, q_BGV, drafted_B, accepted_B)
+        right_BV = original(p_BWV, drafts_BG, q_BGV, drafted_B, accepted_B, weight_BW)
         return jnp.where((accepted_B == drafted_B)[:, None], wrong_BV, right_BV)
 
     return mutated
 
 
-def _q_after_filters_the_draft_did_not_use(view, exit, context, spec):
-    unfiltered = DraftSpec(spec.drafter, spec.draft_length, filtered=False)
-    proposal = propose.propose_shallow(view, exit, context, unfiltered)
+def _q_after_filters_the_draft_did_not_use(view, exit, context, choice, rules):
+    proposal = propose.propose_shallow(view, exit, context, choice, replace(rules, filtered=False))
     return proposal._replace(q_BGV=_filter(proposal.q_BGV, context.sampling))
+
+
+def _noise_of_positions(slots, draft_length, vocab, verification):
+    """Uniforms keyed by position: seen again after a rejection."""
+
+    def at(key, position):
+        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), position), (3,))
+
+    positions_BW = slots.length_B[:, None] + jnp.arange(draft_length + 1)
+    draft_BW, accept_BW, next_BW = jnp.moveaxis(jax.vmap(jax.vmap(at, (None, 0)))(slots.key_B2, positions_BW), -1, 0)
+    return draft_BW[:, :-1].T, jnp.concatenate([accept_BW[:, :-1], next_BW[:, -1:]], axis=1)
+
+
+def _the_drafts_noise_again(original):
+    def mutated(slots, draft_length, vocab, verification):
+        draft_GB, verify_BW = original(slots, draft_length, vocab, verification)
+        return draft_GB, jnp.concatenate([verify_BW[:, :-1], draft_GB[:1].T], axis=1)
+
+    return mutated
 
 
 def _p_without_temperature(logits_BWV, temperature_B):
@@ -137,6 +172,9 @@ MUTATIONS = {
     "q after filters that the draft did not use": lambda patch: patch.setitem(
         propose.DRAFTERS, "shallow", _q_after_filters_the_draft_did_not_use
     ),
+    "the drafts' noise in the residual's draw": lambda patch: patch.setattr(
+        loop, "round_noise", _the_drafts_noise_again(loop.round_noise)
+    ),
     "p without temperature": lambda patch: patch.setattr(loop, "policy_log_probs", _p_without_temperature),
     "stale cache after a rejection": lambda patch: patch.setattr(decode_view, "write_rows", _stale_write),
 }
@@ -145,4 +183,10 @@ MUTATIONS = {
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutations_are_caught(mutation, monkeypatch):
     MUTATIONS[mutation](monkeypatch)
-    assert holm_rejects(cell_p_values("shallow", 3, FILTERED, check_logp=False))
+    assert holm_rejects(cell_p_values(Choice("shallow", 3), FILTERED, check_logp=False))
+
+
+def test_noise_of_positions_biases_a_block(monkeypatch):
+    """Little, for what is used again is only what fell; token by token, it would be fresh."""
+    monkeypatch.setattr(loop, "round_noise", _noise_of_positions)
+    assert holm_rejects(cell_p_values(Choice("shallow", 5), PLAIN, samples=20_000, check_logp=False))

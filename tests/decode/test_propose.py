@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import tiny
 
-from tlt_jax.decode.propose import Context, DraftSpec, propose_ngram
+from tlt_jax.decode.propose import Choice, Context, Rules, propose_ngram
 from tlt_jax.decode.sampling import SamplingParams
 from tlt_jax.models.decode_view import decode_view
 
@@ -29,16 +29,16 @@ TABLE = {
 }
 
 
-def proposals(known: list[list[int]], spec: DraftSpec, rubbish: int = 0) -> list[list[int]]:
+def proposals(known: list[list[int]], length: int, rules: Rules, rubbish: int = 0) -> list[list[int]]:
     """The drafts of each row; `rubbish` fills the places beyond the known tokens, as an earlier sequence would."""
     tokens = np.full((len(known), LENGTH), rubbish, np.int32)
     for row, tokens_of_row in zip(tokens, known, strict=True):
         row[: len(tokens_of_row)] = tokens_of_row
     ones = jnp.ones(len(known))
     context = Context(
-        jnp.asarray(tokens), jnp.asarray([len(row) for row in known]), SamplingParams(ones, ones, ones), (), ones
+        jnp.asarray(tokens), jnp.asarray([len(row) for row in known]), SamplingParams(ones, ones, ones, ones), (), ones
     )
-    proposal = jax.jit(propose_ngram, static_argnums=3)(VIEW, EXIT, context, spec)
+    proposal = jax.jit(propose_ngram, static_argnums=(3, 4))(VIEW, EXIT, context, Choice("ngram", length), rules)
     assert proposal.q_BGV is None
     return [
         drafts[:count].tolist()
@@ -48,20 +48,20 @@ def proposals(known: list[list[int]], spec: DraftSpec, rubbish: int = 0) -> list
 
 @pytest.mark.parametrize("rubbish", [0, 1, 2])
 def test_ngram_drafts_by_hand(rubbish):
-    found = proposals([known for known, _ in TABLE.values()], DraftSpec("ngram", 3, False, 2, 4), rubbish)
+    found = proposals([known for known, _ in TABLE.values()], 3, Rules(ngram_min=2, ngram_max=4), rubbish)
     assert dict(zip(TABLE, found, strict=True)) == {name: drafts for name, (_, drafts) in TABLE.items()}
 
 
 def test_the_shortest_suffix_may_be_one_token():
     # The 2 at 1 is followed by 3 2.
-    assert proposals([[1, 2, 3, 2]], DraftSpec("ngram", 5, False, 1, 4)) == [[3, 2]]
+    assert proposals([[1, 2, 3, 2]], 5, Rules(ngram_min=1, ngram_max=4)) == [[3, 2]]
 
 
 @pytest.mark.parametrize(("longest", "drafts"), [(2, [6, 9, 1]), (3, [7, 8, 1])])
 def test_suffixes_are_no_longer_than_asked_for(longest, drafts):
     # [9 1 2] came at 0, then 7; the later [1 2] at 5, then 6.
-    assert proposals([[9, 1, 2, 7, 8, 1, 2, 6, 9, 1, 2]], DraftSpec("ngram", 3, False, 1, longest)) == [drafts]
+    assert proposals([[9, 1, 2, 7, 8, 1, 2, 6, 9, 1, 2]], 3, Rules(ngram_min=1, ngram_max=longest)) == [drafts]
 
 
 def test_a_draft_is_no_longer_than_asked_for():
-    assert proposals([[1, 2, 3, 4, 5, 6, 1, 2]], DraftSpec("ngram", 1, False, 2, 4)) == [[3]]
+    assert proposals([[1, 2, 3, 4, 5, 6, 1, 2]], 1, Rules(ngram_min=2, ngram_max=4)) == [[3]]

@@ -17,6 +17,7 @@ def rollout(prompt_length, length, ended, total: int = 8, **counts) -> Rollout:
         np.zeros((rows, total)),
         np.zeros((rows, total)),
         np.array(ended),
+        np.array(counts.get("stopped_B", [False] * rows)),
         **given,
     )
 
@@ -27,6 +28,8 @@ def test_masks_and_completions_by_hand():
     np.testing.assert_array_equal(r.completion_length_B, [3, 5, 0])
     # The first ends with its EOS, which the mask counts and the completion leaves out.
     assert [c.tolist() for c in r.completions()] == [[3, 4], [4, 5, 6, 7, 8], []]
+    # One that a stop string ended has no EOS to leave out.
+    assert [c.tolist() for c in rollout([2], [5], [True], stopped_B=[True]).completions()] == [[3, 4, 5]]
 
 
 @pytest.mark.parametrize("index", [np.array([2, 0]), np.array([True, False, True])])
@@ -93,6 +96,7 @@ def mixed() -> Rollout:
                 "policy_logp_BT",
                 "sampler_logp_BT",
                 "ended_B",
+                "stopped_B",
                 "target_calls_B",
                 "drafted_B",
                 "accepted_B",

@@ -75,13 +75,15 @@ SETTINGS = [
     Setting(0.7, top_k=7, top_p=0.6),
     Setting(1.3, top_k=3, top_p=0.99),
     Setting(1.0, top_k=50),
+    Setting(1.0, min_p=0.2),
+    Setting(1.3, top_k=20, top_p=0.9, min_p=0.1),
 ]
 
 
 def probs_of(logits, settings):
     """[settings, V]: each row's distribution under its own setting, in one call."""
     params = SamplingParams(
-        *(jnp.asarray([getattr(s, name) for s in settings]) for name in ("temperature", "top_k", "top_p"))
+        *(jnp.asarray([getattr(s, name) for s in settings]) for name in ("temperature", "top_k", "top_p", "min_p"))
     )
     logits_BWV = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (len(settings), 1, len(logits)))
     return np.asarray(PROBS(policy_log_probs(logits_BWV, params.temperature_B), params))[:, 0]

@@ -9,8 +9,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the extra `parity` (torch, transformers) is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra `parity` (torch, transformers) is not installed")
 
+from tlt_jax.decode.controller import Fixed  # noqa: E402
 from tlt_jax.decode.engine import Engine, Request  # noqa: E402
-from tlt_jax.decode.propose import DraftSpec  # noqa: E402
+from tlt_jax.decode.propose import OFF, Choice  # noqa: E402
 from tlt_jax.models.heads import ShallowExit  # noqa: E402
 from tlt_jax.models.hf import export, read_shape, read_weights  # noqa: E402
 from tlt_jax.models.transformer import ModelShape  # noqa: E402
@@ -134,7 +135,14 @@ def greedy_of_theirs(theirs, ids):
 def assert_greedy_is_equal(s, model, exit, theirs, prompts, eos, mesh, draft):
     """Equal up to the first step where rounding decides (both of the likeliest tokens within 1e-4)."""
     engine = Engine(
-        s, mesh, slots=2, max_prompt=max(map(len, prompts)), max_new=NEW, eos=[eos], draft=draft, dtype=jnp.float32
+        s,
+        mesh,
+        slots=2,
+        max_prompt=max(map(len, prompts)),
+        max_new=NEW,
+        eos=[eos],
+        controller=Fixed(draft),
+        dtype=jnp.float32,
     )
     requests = [Request(np.array(ids, np.int32), NEW, seed, temperature=0.0) for seed, ids in enumerate(prompts)]
     rollout = engine.run(engine.view(model), exit, requests)
@@ -151,7 +159,7 @@ def assert_greedy_is_equal(s, model, exit, theirs, prompts, eos, mesh, draft):
     return rollout
 
 
-DRAFTS = [DraftSpec("off", 0, False), DraftSpec("shallow", 4, False)]
+DRAFTS = [OFF, Choice("shallow", 4)]
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda d: d.drafter)

@@ -16,8 +16,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tlt_jax.config import Config, load_config
+from tlt_jax.decode.controller import Fixed
 from tlt_jax.decode.engine import Engine
-from tlt_jax.decode.propose import DraftSpec
+from tlt_jax.decode.propose import Choice
 from tlt_jax.models.declare import flatten, shardings
 from tlt_jax.models.decode_view import decode_view, view_shardings
 from tlt_jax.parallel.mesh import compute_dtype, make_mesh
@@ -51,7 +52,7 @@ def decoding(config: Config, mesh: Mesh, vocab: int) -> dict[str, Any]:
         max_prompt=limits.max_prompt_tokens,
         max_new=limits.max_completion_tokens,
         eos=[0],
-        draft=DraftSpec(speculation.drafter, speculation.draft_length, False),
+        controller=Fixed(Choice(speculation.drafter, speculation.draft_length)),
         dtype=dtype,
         block_verifies=speculation.block_verifies,
     )

@@ -26,8 +26,9 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from support import tiny  # noqa: E402
 from support.collectives import collectives  # noqa: E402
 from tlt_jax.config.stage_sections import OptimizerConfig  # noqa: E402
+from tlt_jax.decode.controller import Fixed  # noqa: E402
 from tlt_jax.decode.engine import Engine, Request  # noqa: E402
-from tlt_jax.decode.propose import DraftSpec  # noqa: E402
+from tlt_jax.decode.propose import Choice  # noqa: E402
 from tlt_jax.models.declare import flatten, initialise, shardings  # noqa: E402
 from tlt_jax.models.heads import ShallowExit  # noqa: E402
 from tlt_jax.models.transformer import Transformer  # noqa: E402
@@ -146,7 +147,7 @@ def decode(mesh) -> dict:
         max_prompt=6,
         max_new=10,
         eos=[17],
-        draft=DraftSpec("shallow", DRAFTS, False),
+        controller=Fixed(Choice("shallow", DRAFTS)),
         dtype=np.dtype("float32"),
         block_verifies=3,
     )

@@ -19,10 +19,11 @@ class Setting:
     temperature: float
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
 
 
 def filtered(probs: np.ndarray, setting: Setting) -> np.ndarray:
-    """Top-k, then top-p, on one distribution, written out token by token in float64."""
+    """Top-k, then top-p, then min-p, on one distribution, written out token by token in float64."""
     order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))
     kept = order[: setting.top_k] if setting.top_k else order
     total = sum(probs[i] for i in kept)
@@ -31,6 +32,7 @@ def filtered(probs: np.ndarray, setting: Setting) -> np.ndarray:
         if mass < setting.top_p or setting.top_p >= 1.0:
             result[i] = probs[i]
         mass += probs[i] / total
+    result[result < setting.min_p * result.max()] = 0.0
     return result / result.sum()
 
 

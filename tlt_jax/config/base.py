@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Stage = Literal["pretrain", "finetune", "align"]
 Drafter = Literal["shallow", "ngram", "off"]
+Verification = Literal["block", "token", "coupled", "lenient"]
 OptimizerName = Literal["adamw", "lion", "muon"]
 DecayName = Literal["cosine", "linear", "wsd"]
 PrecisionLevel = Literal["auto", "O0", "O1", "O2"]

@@ -11,6 +11,7 @@ from tlt_jax.config.base import (
     RematPolicy,
     Section,
     Stage,
+    Verification,
 )
 from tlt_jax.config.data_sections import DataConfig
 from tlt_jax.config.device_sections import DeviceConfig
@@ -76,6 +77,20 @@ class SpeculationConfig(Section):
         "shallow", description="who proposes tokens: the first layers, n-grams of the sequence, or nobody"
     )
     draft_length: int = Field(5, ge=1, le=16, description="tokens proposed before each verification; 5-7 is classical")
+    verification: Verification = Field(
+        "block",
+        description="which drafts stand. block, token, coupled: lossless (coupled: tokens depend on the seed alone)."
+        " lenient: LOSSY, keeps more than the target would",
+    )
+    accept_threshold: float = Field(
+        0.7,
+        gt=0.0,
+        le=1.0,
+        description="lenient: a draft stands with p / (this * q); 1: lossless; 0.6-0.8 is classical",
+    )
+    accept_by_entropy: bool = Field(
+        False, description="lenient: nearer to lossless the less sure the target is, by its entropy"
+    )
     ngram_min: PositiveInt = Field(2, description="ngram: shortest suffix that counts as a match")
     ngram_max: PositiveInt = Field(4, description="ngram: longest suffix looked for")
     block_verifies: PositiveInt = Field(
@@ -83,6 +98,9 @@ class SpeculationConfig(Section):
     )
     slots: PositiveInt = Field(
         128, description="sequences decoded together; a finished one's slot takes the next prompt"
+    )
+    pool_sizes: int = Field(
+        3, ge=1, le=8, description="sizes of the pool, each a quarter of the one before, for the last sequences"
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="the drafter's own optimiser, in every stage")
     exit_stride: PositiveInt = Field(

@@ -1,10 +1,12 @@
 """The engine: a pool of slots that takes requests, decodes them in compiled blocks, and gives back a `Rollout`.
 
 `admit` fills free slots, `step` runs one compiled block and collects what finished, `run` does both until all requests
-are done. The host looks at the slots between blocks alone.
+are done. The host looks at the slots between blocks alone. As the last sequences thin out, `run` goes on in a smaller
+pool.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,8 +16,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tlt_jax.config import ConfigError
-from tlt_jax.decode.loop import Admission, Slots, decode_block, empty_slots, prefill, slot_shardings
-from tlt_jax.decode.propose import DraftSpec
+from tlt_jax.decode.controller import Block, Controller
+from tlt_jax.decode.loop import (
+    Admission,
+    BlockStats,
+    Slots,
+    decode_block,
+    empty_slots,
+    prefill,
+    resized,
+    slot_shardings,
+)
+from tlt_jax.decode.propose import Choice, Rules
 from tlt_jax.decode.rollout import Rollout
 from tlt_jax.decode.sampling import SamplingParams
 from tlt_jax.models.decode_view import DecodeView, decode_view, view_shardings
@@ -23,12 +35,19 @@ from tlt_jax.models.heads import ShallowExit
 from tlt_jax.models.transformer import ModelShape, Transformer
 from tlt_jax.parallel.hosts import put, to_host
 from tlt_jax.parallel.programs import Program
-from tlt_jax.parallel.sharding import abstract, batch_sharding
+from tlt_jax.parallel.sharding import abstract, batch_sharding, replicated
+
+PLAIN = Rules()
+SHRINK = 4  # how many times smaller the next pool is
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to complete: its prompt's tokens, how many may follow, how it is sampled, and its own seed."""
+    """One sequence to complete: its prompt's tokens, how many may follow, its own seed, and how it is sampled.
+
+    `ends`: the tokens that end it; None: the engine's. `stop`: texts that end it, too, once they stand in what is
+    decoded of the completion.
+    """
 
     prompt: np.ndarray
     max_new_tokens: int
@@ -36,6 +55,9 @@ class Request:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    ends: tuple[int, ...] | None = None
+    stop: tuple[str, ...] = ()
 
 
 _FIELDS = (
@@ -51,10 +73,11 @@ _FIELDS = (
 
 
 class Engine:
-    """A pool of `slots` sequences of up to `max_prompt` + `max_new` tokens, decoded on `mesh`.
+    """A pool of up to `slots` sequences of up to `max_prompt` + `max_new` tokens, decoded on `mesh`.
 
-    Its compiled programs depend on the sizes given here alone: one for a block, and one prefill for the whole pool, a
-    quarter of it, a sixteenth and so on, whichever is the smallest that holds the prompts admitted together.
+    Its compiled programs depend on the sizes given here alone: a pool of `slots`, a quarter of it, and so on (`sizes`
+    of them); for each, one block for each of the controller's choices, one prefill for each size that it can take in,
+    and the way to the next size. `warm_up` compiles them all. `text` decodes tokens, for requests with `stop`.
     """
 
     def __init__(
@@ -66,72 +89,112 @@ class Engine:
         max_prompt: int,
         max_new: int,
         eos: Sequence[int],
-        draft: DraftSpec,
+        controller: Controller,
         dtype: Any,
+        rules: Rules = PLAIN,
         block_verifies: int = 8,
+        sizes: int = 1,
+        most_ends: int = 1,
+        text: Callable[[np.ndarray], str] | None = None,
     ):
         self.mesh, self.max_prompt, self.max_new = mesh, max_prompt, max_new
-        # The batch axis is split over the mesh, so the pool is rounded up to its size.
+        # The batch axis is split over the mesh, so a pool is rounded up to its size.
         self.parts = mesh.shape["data"] * mesh.shape["fsdp"]
-        self.slots = -(-slots // self.parts) * self.parts
-        self.draft_length = 0 if draft.drafter == "off" else draft.draft_length
-        draft = DraftSpec(draft.drafter, self.draft_length, draft.filtered, draft.ngram_min, draft.ngram_max)
-        self.draft = draft
-        self._eos = np.asarray(list(eos), np.int32)
+        self.sizes = _pool_sizes(slots, sizes, self.parts)
+        self.slots, self.rules, self.controller, self.text = self.sizes[0], rules, controller, text
+        self.draft_length = max(choice.draft_length for choice in controller.choices)
+        self._eos = tuple(eos)
+        self._ends = max(most_ends, len(self._eos), 1)
         self._slots_lie = slots_lie = slot_shardings(shape, mesh)
+        stats_lie = replicated(mesh)
         self._view = jax.jit(partial(decode_view, dtype=dtype), out_shardings=view_shardings(shape, mesh))
         self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=slots_lie)
-        block = partial(decode_block, spec=draft, verifies=block_verifies)
-        self.block = Program("decode block", jax.jit(block, donate_argnums=2, out_shardings=slots_lie), mesh)
-        empty = partial(empty_slots, shape, self.slots, max_prompt + max_new, dtype)
-        self._empty = jax.jit(empty, out_shardings=slots_lie)
+        self._resized = jax.jit(resized, out_shardings=slots_lie)
+        self.blocks = {
+            choice: Program(
+                " ".join(["decode block", choice.drafter, *([str(choice.draft_length)] * (choice.draft_length > 0))]),
+                jax.jit(
+                    partial(decode_block, choice=choice, rules=rules, verifies=block_verifies),
+                    donate_argnums=2,
+                    out_shardings=(slots_lie, stats_lie),
+                ),
+                mesh,
+                varies=2,
+            )
+            for choice in controller.choices
+        }
+
+        def empty(size: int) -> Slots:
+            return empty_slots(shape, size, max_prompt + max_new, self._ends, dtype)
+
+        self._empty = jax.jit(empty, static_argnums=0, out_shardings=slots_lie)
         self._row = batch_sharding(mesh)
         self.reset()
 
     def reset(self) -> None:
         """Frees every slot, and the memory of the pool until the next request."""
         self._state: Slots | None = None
-        self._owner: list[int | None] = [None] * self.slots
+        self._owner: list[tuple[int, Request] | None] = []
 
     def view(self, model: Transformer) -> DecodeView:
         """The decode view of the current parameters: make it once an update, and pass it to `admit`, `step`, `run`."""
         return self._view(model)
 
     @property
+    def active(self) -> int:
+        """How many sequences are being decoded."""
+        return sum(owner is not None for owner in self._owner)
+
+    @property
     def free(self) -> int:
-        return self._owner.count(None)
+        """How many more the pool can take."""
+        return self.slots - self.active
+
+    def warm_up(self, view: DecodeView, exit: ShallowExit) -> int:
+        """Compiles every program that this engine will ever run; returns how many. The pool must be empty."""
+        assert not self.active
+        count = 0
+        with jax.set_mesh(self.mesh):
+            for number, size in enumerate(self.sizes):
+                state = self._empty(size)
+                for rows in self.sizes[number:]:
+                    state = self._prefill(view, state, put(self._admission(rows, size, []), self._row))
+                for block in self.blocks.values():
+                    state, _ = block(view, exit, state)
+                for other in (*self.sizes[number + 1 : number + 2], *self.sizes[max(number - 1, 0) : number]):
+                    self._resized(state, np.arange(other, dtype=np.int32))
+                    count += 1
+                count += 1 + len(self.sizes[number:]) + len(self.blocks)
+        return count
 
     def admit(self, view: DecodeView, requests: Sequence[tuple[int, Request]]) -> None:
-        """Puts (id, request) pairs into free slots. Raises ConfigError for what the pool cannot hold."""
+        """Puts (id, request) pairs into free slots, of a larger pool where they are too many for this one. Raises
+        ConfigError for what no pool can hold."""
         for _, request in requests:
             self._check(request)
+        assert len(requests) <= self.free
+        self._fit(max(self.active + len(requests), len(self._owner)))
         free = [slot for slot, owner in enumerate(self._owner) if owner is None]
-        assert len(requests) <= len(free)
-        rows = self._prefill_rows(len(requests))
-        slot_ids = np.full(rows, self.slots, np.int32)
-        tokens = np.zeros((rows, self.max_prompt), np.int32)
-        length, limit = np.ones(rows, np.int32), np.ones(rows, np.int32)
-        keys = np.zeros((rows, 2), np.uint32)
-        temperature, top_k, top_p = np.ones(rows, np.float32), np.zeros(rows, np.int32), np.ones(rows, np.float32)
-        for row, (identity, request) in enumerate(requests):
-            slot_ids[row] = slot = free[row]
-            self._owner[slot] = identity
-            length[row] = len(request.prompt)
-            tokens[row, : length[row]] = request.prompt
-            limit[row] = length[row] + request.max_new_tokens
-            keys[row] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
-            temperature[row], top_k[row], top_p[row] = request.temperature, request.top_k, request.top_p
-        if self._state is None:
-            self._state = self._empty()
-        admission = Admission(slot_ids, tokens, length, limit, keys, SamplingParams(temperature, top_k, top_p))
+        placed = list(zip(free, requests, strict=False))
+        for slot, owner in placed:
+            self._owner[slot] = owner
+        rows = min(size for size in self.sizes if size >= len(requests))
+        admission = self._admission(rows, len(self._owner), [(slot, request) for slot, (_, request) in placed])
         self._state = self._prefill(view, self._state, put(admission, self._row))
 
     def step(self, view: DecodeView, exit: ShallowExit) -> dict[int, dict[str, np.ndarray]]:
         """Runs one compiled block. Returns the finished sequences by id, and frees their slots."""
         assert self._state is not None, "nothing was admitted"
-        self._state = self.block(view, exit, self._state, self._eos)
-        done = to_host(self._state.done_B)
-        finished = [slot for slot, owner in enumerate(self._owner) if owner is not None and done[slot]]
+        choice = self.controller.choose(len(self._owner))
+        start = time.perf_counter()
+        self._state, stats = self.blocks[choice](view, exit, self._state)
+        done, stats = to_host((self._state.done_B, stats))
+        seconds = time.perf_counter() - start
+        self.controller.observe(_block_of(len(self._owner), choice, seconds, stats))
+        stopped = self._stopped()
+        finished = [
+            slot for slot, owner in enumerate(self._owner) if owner is not None and (done[slot] or slot in stopped)
+        ]
         if not finished:
             return {}
         host = to_host({name: getattr(self._state, name) for name in _FIELDS})
@@ -139,14 +202,16 @@ class Engine:
         for slot in finished:
             owner = self._owner[slot]
             assert owner is not None
-            results[owner] = {name: array[slot].copy() for name, array in host.items()}
+            row = {name: array[slot].copy() for name, array in host.items()}
+            results[owner[0]] = _cut(row, stopped.get(slot))
             self._owner[slot] = None
         return results
 
     def lower_block(self, view: DecodeView, exit: ShallowExit) -> jax.stages.Lowered:
-        """The compiled block for a view and an exit of these shapes and shardings, which may be abstract."""
-        slots = abstract(jax.eval_shape(self._empty), self._slots_lie)
-        return self.block.lower(view, exit, slots, self._eos)
+        """The first choice's compiled block in the largest pool, for a view and an exit of these shapes and shardings,
+        which may be abstract."""
+        slots = abstract(jax.eval_shape(partial(self._empty, self.slots)), self._slots_lie)
+        return self.blocks[self.controller.choices[0]].lower(view, exit, slots)
 
     def run(self, view: DecodeView, exit: ShallowExit, requests: Sequence[Request]) -> Rollout:
         """Completes every request; a finished slot takes the next prompt. The rollout is in the requests' order."""
@@ -154,27 +219,120 @@ class Engine:
         results: dict[int, dict[str, np.ndarray]] = {}
         with jax.set_mesh(self.mesh):
             while len(results) < len(requests):
+                self._fit(min(self.active + len(waiting), self.slots))
                 if waiting and self.free:
                     self.admit(view, [waiting.pop() for _ in range(min(self.free, len(waiting)))])
                 results.update(self.step(view, exit))
         return _collect([results[i] for i in range(len(requests))], requests)
 
-    def _prefill_rows(self, count: int) -> int:
-        """The smallest of slots, slots / 4, slots / 16, ... that holds `count`, as the mesh divides it."""
-        rows = self.slots
-        while rows >= 4 * max(count, self.parts):
-            rows //= 4
-        return -(-rows // self.parts) * self.parts
+    def _fit(self, wanted: int) -> None:
+        """Goes to the smallest pool that holds `wanted` sequences, size by size."""
+        target = min(size for size in self.sizes if size >= max(wanted, 1))
+        if self._state is None or (not self.active and len(self._owner) != target):
+            self._state = None  # before the next is made: there is room for one
+            self._state, self._owner = self._empty(target), [None] * target
+        while len(self._owner) != target:
+            here = self.sizes.index(len(self._owner))
+            size = self.sizes[here + 1 if target < len(self._owner) else here - 1]
+            kept = [slot for slot, owner in enumerate(self._owner) if owner is not None]
+            where = np.full(size, len(self._owner), np.int32)
+            where[: len(kept)] = kept
+            self._state = self._resized(self._state, where)
+            self._owner = [self._owner[slot] for slot in kept] + [None] * (size - len(kept))
+
+    def _admission(self, rows: int, size: int, placed: Sequence[tuple[int, Request]]) -> Admission:
+        """`rows` rows for a pool of `size`: the (slot, request) pairs, then padding."""
+        tokens, ends = np.zeros((rows, self.max_prompt), np.int32), np.full((rows, self._ends), -1, np.int32)
+        slot_ids, keys = np.full(rows, size, np.int32), np.zeros((rows, 2), np.uint32)
+        length, limit = np.ones(rows, np.int32), np.ones(rows, np.int32)
+        sampling = SamplingParams(
+            np.ones(rows, np.float32), np.zeros(rows, np.int32), np.ones(rows, np.float32), np.zeros(rows, np.float32)
+        )
+        for row, (slot, request) in enumerate(placed):
+            slot_ids[row] = slot
+            length[row] = len(request.prompt)
+            tokens[row, : length[row]] = request.prompt
+            limit[row] = length[row] + request.max_new_tokens
+            keys[row] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
+            own = self._eos if request.ends is None else request.ends
+            ends[row, : len(own)] = own
+            sampling.temperature_B[row], sampling.top_k_B[row] = request.temperature, request.top_k
+            sampling.top_p_B[row], sampling.min_p_B[row] = request.top_p, request.min_p
+        return Admission(slot_ids, tokens, length, limit, keys, ends, sampling)
+
+    def _stopped(self) -> dict[int, int]:
+        """{slot: length} of the sequences whose text has come to one of their stops: cut after the token with which it
+        stands there."""
+        asking = [slot for slot, owner in enumerate(self._owner) if owner is not None and owner[1].stop]
+        if not asking:
+            return {}
+        assert self._state is not None and self.text is not None
+        tokens, lengths = to_host((self._state.tokens_BT, self._state.length_B))
+        found = {}
+        for slot in asking:
+            owner = self._owner[slot]
+            assert owner is not None
+            start, end = len(owner[1].prompt), int(lengths[slot])
+            length = first_stop(self.text, tokens[slot, start:end], owner[1].stop)
+            if length is not None:
+                found[slot] = start + length
+        return found
 
     def _check(self, request: Request) -> None:
         if not 1 <= len(request.prompt) <= self.max_prompt:
             raise ConfigError(f"a prompt has {len(request.prompt)} tokens; expected 1 to {self.max_prompt}")
         if not 0 <= request.max_new_tokens <= self.max_new:
             raise ConfigError(f"max_new_tokens is {request.max_new_tokens}; expected 0 to {self.max_new}")
-        if (request.top_k or request.top_p < 1.0) and not self.draft.filtered:
-            raise ConfigError("a request uses top_k or top_p, which this engine was made without")
+        if (request.top_k or request.top_p < 1.0 or request.min_p) and not self.rules.filtered:
+            raise ConfigError("a request uses top_k, top_p or min_p, which this engine was made without")
+        if request.ends is not None and len(request.ends) > self._ends:
+            raise ConfigError(f"a request has {len(request.ends)} end tokens; expected at most {self._ends}")
+        if request.stop and (self.text is None or not all(request.stop)):
+            raise ConfigError("a request has stop strings; expected none that is empty, and an engine that reads text")
+
+
+def first_stop(text: Callable[[np.ndarray], str], tokens: np.ndarray, stops: Sequence[str]) -> int | None:
+    """How many of the tokens it takes until one of the `stops` stands in their text; None if none does."""
+    if not any(stop in text(tokens) for stop in stops):
+        return None
+    low, high = 1, len(tokens)  # a text that holds a stop still holds it with more tokens
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if any(stop in text(tokens[:middle]) for stop in stops) else (middle + 1, high)
+    return low
+
+
+def _pool_sizes(slots: int, sizes: int, parts: int) -> list[int]:
+    """At most `sizes` sizes, each a quarter of the one before, multiples of `parts`."""
+    found = [-(-slots // parts) * parts]
+    while len(found) < sizes and found[-1] > parts:
+        found.append(-(-found[-1] // (SHRINK * parts)) * parts)
+    return found
+
+
+def _block_of(size: int, choice: Choice, seconds: float, stats: BlockStats) -> Block:
+    return Block(
+        size,
+        choice,
+        seconds,
+        int(stats.rounds),
+        int(stats.calls),
+        int(stats.emitted),
+        np.asarray(stats.offered_G),
+        np.asarray(stats.kept_G),
+    )
+
+
+def _cut(row: dict[str, np.ndarray], length: int | None) -> dict[str, np.ndarray]:
+    """The sequence up to `length` tokens, where a stop stands in its text; None: where it ended by itself."""
+    row["stopped_B"] = np.array(length is not None)
+    if length is not None:
+        row["ended_B"], row["length_B"] = np.array(True), np.array(length, np.int32)
+        for name in ("tokens_BT", "policy_logp_BT", "sampler_logp_BT"):
+            row[name][length:] = 0
+    return row
 
 
 def _collect(rows: list[dict[str, np.ndarray]], requests: Sequence[Request]) -> Rollout:
-    stacked = {name: np.stack([row[name] for row in rows]) for name in _FIELDS}
+    stacked = {name: np.stack([row[name] for row in rows]) for name in (*_FIELDS, "stopped_B")}
     return Rollout(prompt_length_B=np.array([len(r.prompt) for r in requests], np.int32), **stacked)

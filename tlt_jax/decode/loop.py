@@ -3,20 +3,21 @@
 Invariant between verifications: the cache holds the keys and values of positions below length - 1. The newest token,
 at length - 1, has not been fed; the next verification feeds it together with the drafts after it.
 
-Shape suffixes: B slots, A admitted sequences, P prompt length, T positions, G draft tokens, W = G + 1, V vocabulary.
+Shape suffixes: B slots, A admitted sequences, P prompt length, T positions, G draft tokens, W = G + 1, V vocabulary,
+E ends.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tlt_jax.decode.propose import DRAFTERS, Context, DraftSpec
+from tlt_jax.decode.propose import DRAFTERS, Choice, Context, Rules
 from tlt_jax.decode.sampling import SamplingParams, policy_log_probs, sampling_probs
-from tlt_jax.decode.verify import verify_tokens
+from tlt_jax.decode.verify import VERIFIERS
 from tlt_jax.models.decode_view import Cache, DecodeView, cache_shardings, decode_layers, embed, empty_cache, write_rows
 from tlt_jax.models.heads import ShallowExit
 from tlt_jax.models.transformer import ModelShape, logits
@@ -29,6 +30,7 @@ _SLOT_FIELDS = [
     "done_B",
     "ended_B",
     "key_B2",
+    "ends_BE",
     "sampling",
     "policy_logp_BT",
     "sampler_logp_BT",
@@ -42,7 +44,8 @@ _SLOT_FIELDS = [
 @partial(jax.tree_util.register_dataclass, data_fields=_SLOT_FIELDS, meta_fields=[])
 @dataclass(frozen=True)
 class Slots:
-    """The pool's state on the device. `limit_B`: the length at which a sequence is cut; `done_B`: free or finished."""
+    """The pool's state on the device. `limit_B`: the length at which a sequence is cut; `done_B`: free or finished;
+    `ends_BE`: the tokens that end it, -1 for none."""
 
     tokens_BT: jax.Array
     length_B: jax.Array
@@ -50,6 +53,7 @@ class Slots:
     done_B: jax.Array
     ended_B: jax.Array
     key_B2: jax.Array
+    ends_BE: jax.Array
     sampling: SamplingParams
     policy_logp_BT: jax.Array
     sampler_logp_BT: jax.Array
@@ -59,8 +63,8 @@ class Slots:
     cache: Cache
 
 
-def empty_slots(shape: ModelShape, slots: int, length: int, dtype: jnp.dtype) -> Slots:
-    """A pool of free slots for sequences of up to `length` tokens."""
+def empty_slots(shape: ModelShape, slots: int, length: int, ends: int, dtype: jnp.dtype) -> Slots:
+    """A pool of free slots for sequences of up to `length` tokens, each with up to `ends` tokens that end it."""
     ints, floats = jnp.zeros(slots, jnp.int32), jnp.zeros((slots, length), jnp.float32)
     return Slots(
         tokens_BT=jnp.zeros((slots, length), jnp.int32),
@@ -69,7 +73,8 @@ def empty_slots(shape: ModelShape, slots: int, length: int, dtype: jnp.dtype) ->
         done_B=jnp.ones(slots, bool),
         ended_B=jnp.zeros(slots, bool),
         key_B2=jnp.zeros((slots, 2), jnp.uint32),
-        sampling=SamplingParams(jnp.ones(slots), ints, jnp.ones(slots)),
+        ends_BE=jnp.full((slots, ends), -1, jnp.int32),
+        sampling=SamplingParams(jnp.ones(slots), ints, jnp.ones(slots), jnp.zeros(slots)),
         policy_logp_BT=floats,
         sampler_logp_BT=floats,
         target_calls_B=ints,
@@ -83,12 +88,12 @@ def slot_shardings(shape: ModelShape, mesh: Mesh) -> Slots:
     """The pool with a sharding in the place of each array."""
     row = batch_sharding(mesh)
     fields: dict[str, Any] = dict.fromkeys(_SLOT_FIELDS, row)
-    return Slots(**fields | {"sampling": SamplingParams(row, row, row), "cache": cache_shardings(shape, mesh)})
+    return Slots(**fields | {"sampling": SamplingParams(row, row, row, row), "cache": cache_shardings(shape, mesh)})
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["slot_A", "tokens_AP", "length_A", "limit_A", "key_A2", "sampling"],
+    data_fields=["slot_A", "tokens_AP", "length_A", "limit_A", "key_A2", "ends_AE", "sampling"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -100,6 +105,7 @@ class Admission:
     length_A: Any
     limit_A: Any
     key_A2: Any
+    ends_AE: Any
     sampling: SamplingParams
 
 
@@ -124,6 +130,7 @@ def prefill(view: DecodeView, slots: Slots, new: Admission) -> Slots:
         done_B=put(slots.done_B, new.length_A >= new.limit_A),
         ended_B=put(slots.ended_B, False),
         key_B2=put(slots.key_B2, new.key_A2),
+        ends_BE=put(slots.ends_BE, new.ends_AE),
         sampling=jax.tree.map(put, slots.sampling, new.sampling),
         policy_logp_BT=put(slots.policy_logp_BT, 0.0),
         sampler_logp_BT=put(slots.sampler_logp_BT, 0.0),
@@ -134,55 +141,87 @@ def prefill(view: DecodeView, slots: Slots, new: Admission) -> Slots:
     )
 
 
+def resized(slots: Slots, where_C: jax.Array) -> Slots:
+    """The pool of as many slots as `where_C` has entries: each says which slot of the old pool comes there; one beyond
+    it, that none does, and the slot is free."""
+    moved = jax.tree.map(lambda a: a.at[where_C].get(mode="clip"), slots)
+    return replace(moved, done_B=moved.done_B | (where_C >= slots.done_B.shape[0]))
+
+
+class BlockStats(NamedTuple):
+    """What one block did. rounds: verifications of the pool; calls: of sequences that were not done; emitted: tokens;
+    offered_G, kept_G: how often a draft stood at each position of a sequence's round, and how often it was kept."""
+
+    rounds: jax.Array
+    calls: jax.Array
+    emitted: jax.Array
+    offered_G: jax.Array
+    kept_G: jax.Array
+
+
 def decode_block(
-    view: DecodeView, exit: ShallowExit, slots: Slots, eos_E: jax.Array, spec: DraftSpec, verifies: int
-) -> Slots:
+    view: DecodeView, exit: ShallowExit, slots: Slots, choice: Choice, rules: Rules, verifies: int
+) -> tuple[Slots, BlockStats]:
     """Up to `verifies` rounds of draft and verify, fewer once every slot is done. Nothing from the host inside."""
     exit = jax.tree.map(lambda a: constrain(a, *[None] * a.ndim), exit)  # put together once, not at each draft
+    zero, zeros_G = jnp.int32(0), jnp.zeros(choice.draft_length, jnp.int32)
 
     def going(carry):
-        rounds, slots = carry
-        return (rounds < verifies) & ~jnp.all(slots.done_B)
+        slots, stats = carry
+        return (stats.rounds < verifies) & ~jnp.all(slots.done_B)
 
     def one(carry):
-        rounds, slots = carry
-        return rounds + 1, draft_and_verify(view, exit, slots, eos_E, spec)
+        slots, stats = carry
+        slots, found = draft_and_verify(view, exit, slots, choice, rules)
+        return slots, jax.tree.map(jnp.add, stats, found)
 
-    return jax.lax.while_loop(going, one, (0, slots))[1]
+    return jax.lax.while_loop(going, one, (slots, BlockStats(zero, zero, zero, zeros_G, zeros_G)))
 
 
-def draft_and_verify(view: DecodeView, exit: ShallowExit, slots: Slots, eos_E: jax.Array, spec: DraftSpec) -> Slots:
+def draft_and_verify(
+    view: DecodeView, exit: ShallowExit, slots: Slots, choice: Choice, rules: Rules
+) -> tuple[Slots, BlockStats]:
     """One round: propose, verify in one pass of the target, keep what stands and one token more."""
-    length = spec.draft_length
-    uniform_BU = _noise(slots.key_B2, slots.length_B, 2 * length + 1)
+    length = choice.draft_length
     with jax.named_scope("draft"):
-        context = Context(slots.tokens_BT, slots.length_B, slots.sampling, slots.cache, uniform_BU[:, :length])
-        proposal = DRAFTERS[spec.drafter](view, exit, context, spec)
+        draft_noise_GB, verify_noise_BW = round_noise(slots, length, view.shape.vocab, rules.verification)
+        context = Context(slots.tokens_BT, slots.length_B, slots.sampling, slots.cache, draft_noise_GB)
+        proposal = DRAFTERS[choice.drafter](view, exit, context, choice, rules)
     with jax.named_scope("verify"):
         positions_BW = slots.length_B[:, None] - 1 + jnp.arange(length + 1)
         depth = proposal.depth
         x_BWD, late = decode_layers(view.layers[depth:], proposal.cache[depth:], proposal.states_BWD, positions_BW)
         log_probs_BWV = policy_log_probs(logits(view, x_BWD), slots.sampling.temperature_B)
-        p_BWV = sampling_probs(log_probs_BWV, slots.sampling, spec.filtered)
-        accepted_B, next_B = verify_tokens(
-            p_BWV,
-            proposal.drafts_BG,
-            proposal.q_BGV,
-            proposal.drafted_B,
-            uniform_BU[:, length : 2 * length],
-            uniform_BU[:, -1],
+        p_BWV = sampling_probs(log_probs_BWV, slots.sampling, rules.filtered)
+        verify = VERIFIERS[rules.verification]
+        if rules.verification == "lenient":
+            verify = partial(verify, threshold=rules.accept_threshold, by_entropy=rules.by_entropy)
+        accepted_B, next_B, generated_BWV = verify(
+            p_BWV, proposal.drafts_BG, proposal.q_BGV, proposal.drafted_B, verify_noise_BW
         )
     slots = replace(slots, cache=(*proposal.cache[:depth], *late))
-    return _emit(slots, proposal.drafts_BG, proposal.drafted_B, accepted_B, next_B, log_probs_BWV, p_BWV, eos_E)
+    return _emit(slots, proposal.drafts_BG, proposal.drafted_B, accepted_B, next_B, log_probs_BWV, generated_BWV)
 
 
-def _noise(key_B2: jax.Array, start_B: jax.Array, count: int) -> jax.Array:
-    """Uniforms [B, count], fresh for each block: keyed by the request's seed and the block's start."""
+def round_noise(slots: Slots, draft_length: int, vocab: int, verification: str) -> tuple[jax.Array, jax.Array]:
+    """(the drafter's noise, G first; the verifier's), see `pick`.
 
-    def row(key, start):
-        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), start), (count,))
+    Uniforms, fresh for each block: keyed by the request's seed and the block's start. Keyed by position alone they
+    would be seen again after a rejection, and bias what is drawn. Only `coupled` wants that: Gumbel noise keyed by
+    seed and position, the same for drafter and verifier.
+    """
 
-    return jax.vmap(row)(key_B2, start_B)
+    def key_of(key, place):
+        return jax.random.fold_in(jax.random.wrap_key_data(key), place)
+
+    if verification == "coupled":
+        positions_BW = slots.length_B[:, None] + jnp.arange(draft_length + 1)
+        keys_BW = jax.vmap(jax.vmap(key_of, (None, 0)))(slots.key_B2, positions_BW)
+        gumbel_BWV = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (vocab,))))(keys_BW)
+        return gumbel_BWV[:, :-1].swapaxes(0, 1), gumbel_BWV
+    keys_B = jax.vmap(key_of)(slots.key_B2, slots.length_B)
+    uniform_BU = jax.vmap(lambda key: jax.random.uniform(key, (2 * draft_length + 1,)))(keys_B)
+    return uniform_BU[:, :draft_length].T, uniform_BU[:, draft_length:]
 
 
 def _emit(
@@ -192,22 +231,24 @@ def _emit(
     accepted_B: jax.Array,
     next_B: jax.Array,
     log_probs_BWV: jax.Array,
-    p_BWV: jax.Array,
-    eos_E: jax.Array,
-) -> Slots:
-    """Appends the accepted drafts and the next token, up to the first EOS and the limit, with their log-probs."""
+    generated_BWV: jax.Array,
+) -> tuple[Slots, BlockStats]:
+    """Appends the accepted drafts and the next token, up to the first end and the limit, with their log-probs."""
     total = slots.tokens_BT.shape[1]
     offset_W = jnp.arange(drafts_BG.shape[1] + 1)
     emitted_BW = jnp.pad(drafts_BG, ((0, 0), (0, 1)))
     emitted_BW = jnp.where(offset_W == accepted_B[:, None], next_B[:, None], emitted_BW)
-    is_eos_BW = jnp.any(emitted_BW[..., None] == eos_E, axis=-1) & (offset_W <= accepted_B[:, None])
-    eos_before_BW = jnp.cumsum(is_eos_BW, axis=1) - is_eos_BW
+    is_end_BW = jnp.any(emitted_BW[..., None] == slots.ends_BE[:, None], axis=-1) & (offset_W <= accepted_B[:, None])
+    ends_before_BW = jnp.cumsum(is_end_BW, axis=1) - is_end_BW
     room_B = slots.limit_B - slots.length_B
     kept_BW = (
-        (offset_W <= accepted_B[:, None]) & (eos_before_BW == 0) & (offset_W < room_B[:, None]) & ~slots.done_B[:, None]
+        (offset_W <= accepted_B[:, None])
+        & (ends_before_BW == 0)
+        & (offset_W < room_B[:, None])
+        & ~slots.done_B[:, None]
     )
     count_B = jnp.sum(kept_BW, axis=1)
-    ended_B = slots.ended_B | jnp.any(kept_BW & is_eos_BW, axis=1)
+    ended_B = slots.ended_B | jnp.any(kept_BW & is_end_BW, axis=1)
     length_B = slots.length_B + count_B
 
     # What is not kept is sent beyond the end, each to a place of its own, and dropped.
@@ -217,7 +258,17 @@ def _emit(
         return jnp.take_along_axis(rows_BWV, emitted_BW[..., None], axis=-1)[..., 0]
 
     active_B = ~slots.done_B
-    return replace(
+    drafted_B = jnp.where(active_B, drafted_B, 0)
+    kept_B = jnp.minimum(count_B, accepted_B)
+    draft_G = jnp.arange(drafts_BG.shape[1])
+    stats = BlockStats(
+        rounds=jnp.int32(1),
+        calls=jnp.sum(active_B, dtype=jnp.int32),
+        emitted=jnp.sum(count_B, dtype=jnp.int32),
+        offered_G=jnp.sum(draft_G < drafted_B[:, None], axis=0, dtype=jnp.int32),
+        kept_G=jnp.sum((draft_G < accepted_B[:, None]) & active_B[:, None], axis=0, dtype=jnp.int32),
+    )
+    slots = replace(
         slots,
         tokens_BT=write_rows(slots.tokens_BT, emitted_BW, where_BW),
         length_B=length_B,
@@ -225,9 +276,10 @@ def _emit(
         done_B=slots.done_B | ended_B | (length_B >= slots.limit_B),
         policy_logp_BT=write_rows(slots.policy_logp_BT, at_emitted(log_probs_BWV), where_BW),
         sampler_logp_BT=write_rows(
-            slots.sampler_logp_BT, jnp.log(jnp.where(kept_BW, at_emitted(p_BWV), 1.0)), where_BW
+            slots.sampler_logp_BT, jnp.log(jnp.where(kept_BW, at_emitted(generated_BWV), 1.0)), where_BW
         ),
         target_calls_B=slots.target_calls_B + active_B,
-        drafted_B=slots.drafted_B + jnp.where(active_B, drafted_B, 0),
-        accepted_B=slots.accepted_B + jnp.minimum(count_B, accepted_B),
+        drafted_B=slots.drafted_B + drafted_B,
+        accepted_B=slots.accepted_B + kept_B,
     )
+    return slots, stats

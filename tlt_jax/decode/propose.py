@@ -14,30 +14,44 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tlt_jax.decode.sampling import SamplingParams, draw, policy_log_probs, sampling_probs
+from tlt_jax.decode.sampling import SamplingParams, pick, policy_log_probs, sampling_probs
 from tlt_jax.models.decode_view import Cache, DecodeView, decode_layers, embed
 from tlt_jax.models.heads import ShallowExit, exit_logits
 
 
 @dataclass(frozen=True)
-class DraftSpec:
-    """What is static about drafting. `filtered`: some slot may use top-k or top-p."""
+class Choice:
+    """Who drafts, and how many tokens: none with "off"."""
 
     drafter: str
     draft_length: int
-    filtered: bool
+
+
+OFF = Choice("off", 0)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What stays the same while a pool decodes. `filtered`: some slot may use top-k, top-p or min-p; the rest are the
+    config's, of `speculation`."""
+
+    filtered: bool = False
+    verification: str = "block"
+    accept_threshold: float = 0.7
+    by_entropy: bool = False
     ngram_min: int = 2
     ngram_max: int = 4
 
 
 class Context(NamedTuple):
-    """What a drafter sees of the slots: tokens so far, their number, how they are sampled, the cache, its noise."""
+    """What a drafter sees of the slots: tokens so far, their number, how they are sampled, the cache, its noise (see
+    `pick`; G first)."""
 
     tokens_BT: jax.Array
     length_B: jax.Array
     sampling: SamplingParams
     cache: Cache
-    uniform_BG: jax.Array
+    noise_GB: jax.Array
 
 
 class Proposal(NamedTuple):
@@ -56,7 +70,7 @@ def last_tokens(context: Context) -> jax.Array:
     return jnp.take_along_axis(context.tokens_BT, context.length_B[:, None] - 1, axis=1)
 
 
-def propose_shallow(view: DecodeView, exit: ShallowExit, context: Context, spec: DraftSpec) -> Proposal:
+def propose_shallow(view: DecodeView, exit: ShallowExit, context: Context, choice: Choice, rules: Rules) -> Proposal:
     """Samples from the target's own first layers through their trained exit (after LayerSkip, Elhoushi et al. 2024).
 
     The same temperature and filters as the target's are applied. The first layers' states and cache are the target's
@@ -70,23 +84,23 @@ def propose_shallow(view: DecodeView, exit: ShallowExit, context: Context, spec:
 
     def draft(carry, inputs):
         cache, token_B1 = carry
-        offset, uniform_B = inputs
+        offset, noise_B = inputs
         state_B1D, cache = feed(cache, token_B1, offset)
         log_probs_B1V = policy_log_probs(exit_logits(view, exit, state_B1D), context.sampling.temperature_B)
-        q_BV = sampling_probs(log_probs_B1V, context.sampling, spec.filtered)[:, 0]
-        drawn_B = draw(q_BV, uniform_B)
+        q_BV = sampling_probs(log_probs_B1V, context.sampling, rules.filtered)[:, 0]
+        drawn_B = pick(q_BV, noise_B)
         return (cache, drawn_B[:, None]), (drawn_B, q_BV, state_B1D[:, 0])
 
-    inputs = (jnp.arange(spec.draft_length), context.uniform_BG.T)
+    inputs = (jnp.arange(choice.draft_length), context.noise_GB)
     carry, (drafts_GB, q_GBV, states_GBD) = jax.lax.scan(draft, (context.cache[:depth], last_tokens(context)), inputs)
     cache, newest_B1 = carry
-    state_B1D, cache = feed(cache, newest_B1, spec.draft_length)
+    state_B1D, cache = feed(cache, newest_B1, choice.draft_length)
     states_BWD = jnp.concatenate([states_GBD.swapaxes(0, 1), state_B1D], axis=1)
-    drafted_B = jnp.full_like(context.length_B, spec.draft_length)
+    drafted_B = jnp.full_like(context.length_B, choice.draft_length)
     return Proposal(drafts_GB.T, q_GBV.swapaxes(0, 1), drafted_B, states_BWD, depth, (*cache, *late))
 
 
-def propose_ngram(view: DecodeView, exit: ShallowExit, context: Context, spec: DraftSpec) -> Proposal:
+def propose_ngram(view: DecodeView, exit: ShallowExit, context: Context, choice: Choice, rules: Rules) -> Proposal:
     """Copies what followed the latest earlier occurrence of the sequence's own suffix (prompt-lookup decoding).
 
     The longest suffix of `ngram_max` down to `ngram_min` tokens that occurs earlier wins, then the latest occurrence.
@@ -97,22 +111,22 @@ def propose_ngram(view: DecodeView, exit: ShallowExit, context: Context, spec: D
     # matched_BT: how many tokens before position t equal the sequence's last ones, t's continuation being a candidate.
     matched_BT = jnp.zeros_like(tokens_BT)
     running_BT = jnp.ones(tokens_BT.shape, bool)
-    for back in range(1, spec.ngram_max + 1):
+    for back in range(1, rules.ngram_max + 1):
         suffix_B1 = jnp.take_along_axis(tokens_BT, jnp.maximum(length_B[:, None] - back, 0), axis=1)
         equal_BT = (jnp.roll(tokens_BT, back, axis=1) == suffix_B1) & (position_T >= back) & (length_B[:, None] > back)
         running_BT &= equal_BT
         matched_BT += running_BT
-    candidate_BT = (matched_BT >= spec.ngram_min) & (position_T < length_B[:, None])
+    candidate_BT = (matched_BT >= rules.ngram_min) & (position_T < length_B[:, None])
     score_BT = jnp.where(candidate_BT, matched_BT * tokens_BT.shape[1] + position_T, -1)
     start_B = jnp.argmax(score_BT, axis=1)
-    index_BG = start_B[:, None] + jnp.arange(spec.draft_length)
+    index_BG = start_B[:, None] + jnp.arange(choice.draft_length)
     drafts_BG = jnp.take_along_axis(tokens_BT, jnp.minimum(index_BG, tokens_BT.shape[1] - 1), axis=1)
-    drafted_B = jnp.where(jnp.any(candidate_BT, axis=1), jnp.minimum(length_B - start_B, spec.draft_length), 0)
+    drafted_B = jnp.where(jnp.any(candidate_BT, axis=1), jnp.minimum(length_B - start_B, choice.draft_length), 0)
     states_BWD = embed(view, jnp.concatenate([last_tokens(context), drafts_BG], axis=1))
     return Proposal(drafts_BG, None, drafted_B, states_BWD, 0, context.cache)
 
 
-def propose_nothing(view: DecodeView, exit: ShallowExit, context: Context, spec: DraftSpec) -> Proposal:
+def propose_nothing(view: DecodeView, exit: ShallowExit, context: Context, choice: Choice, rules: Rules) -> Proposal:
     """No drafts: plain decoding, one token a target call."""
     none_B0 = jnp.zeros((context.length_B.shape[0], 0), jnp.int32)
     return Proposal(
@@ -120,7 +134,7 @@ def propose_nothing(view: DecodeView, exit: ShallowExit, context: Context, spec:
     )
 
 
-DRAFTERS: dict[str, Callable[[DecodeView, ShallowExit, Context, DraftSpec], Proposal]] = {
+DRAFTERS: dict[str, Callable[[DecodeView, ShallowExit, Context, Choice, Rules], Proposal]] = {
     "shallow": propose_shallow,
     "ngram": propose_ngram,
     "off": propose_nothing,

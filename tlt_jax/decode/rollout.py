@@ -14,7 +14,8 @@ class Rollout:
     prompt_length_B, length_B: tokens of the prompt; of prompt and completion.
     policy_logp_BT: log-prob of each completion token under the policy at the sampling temperature; 0 elsewhere.
     sampler_logp_BT: under the distribution that generated it, after top-k and top-p; 0 elsewhere.
-    ended_B: the completion ends with EOS; if not, it was cut at its limit.
+    ended_B: the completion ends with EOS or with a stop string; if not, it was cut at its limit.
+    stopped_B: a stop string ended it; the token with which that stood in the text is the last.
     target_calls_B, drafted_B, accepted_B: verifications of the sequence while it was unfinished (its prefill is not
     counted); tokens proposed; proposed tokens that were kept.
     """
@@ -25,6 +26,7 @@ class Rollout:
     policy_logp_BT: np.ndarray
     sampler_logp_BT: np.ndarray
     ended_B: np.ndarray
+    stopped_B: np.ndarray
     target_calls_B: np.ndarray
     drafted_B: np.ndarray
     accepted_B: np.ndarray
@@ -42,7 +44,7 @@ class Rollout:
 
     def completions(self) -> list[np.ndarray]:
         """Each completion's tokens, without its EOS."""
-        ends = self.length_B - self.ended_B.astype(int)
+        ends = self.length_B - (self.ended_B & ~self.stopped_B).astype(int)
         return [row[start:end] for row, start, end in zip(self.tokens_BT, self.prompt_length_B, ends, strict=True)]
 
     def select(self, index: Any) -> "Rollout":

@@ -15,14 +15,17 @@ from tlt_jax.parallel.sharding import constrain
 CDF_BLOCK = 64
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["temperature_B", "top_k_B", "top_p_B"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["temperature_B", "top_k_B", "top_p_B", "min_p_B"], meta_fields=[]
+)
 @dataclass(frozen=True)
 class SamplingParams:
-    """How each slot is sampled: temperature (0: greedy), top_k (0: all), top_p (1: all)."""
+    """How each slot is sampled: temperature (0: greedy), top_k (0: all), top_p (1: all), min_p (0: all)."""
 
     temperature_B: Any
     top_k_B: Any
     top_p_B: Any
+    min_p_B: Any
 
 
 def policy_log_probs(logits_BWV: jax.Array, temperature_B: jax.Array) -> jax.Array:
@@ -40,8 +43,9 @@ def sampling_probs(log_probs_BWV: jax.Array, params: SamplingParams, filtered: b
     """The distribution that tokens are drawn from, [B, W, V].
 
     `log_probs` come from `policy_log_probs`. Temperature 0 puts all mass on the likeliest token. `filtered` (static)
-    says whether any slot may use top-k or top-p: the filters keep the k likeliest tokens, then the shortest prefix of
-    the sorted tokens whose mass reaches p (Holtzman et al. 2020), and renormalise.
+    says whether any slot may use top-k, top-p or min-p: the filters keep the k likeliest tokens, then the shortest
+    prefix of the sorted tokens whose mass reaches p (Holtzman et al. 2020), then those at least min_p times as likely
+    as the likeliest (Nguyen et al. 2024), and renormalise.
     """
     probs_BWV = jnp.exp(log_probs_BWV)
     if filtered:
@@ -62,8 +66,17 @@ def _filter(probs_BWV: jax.Array, params: SamplingParams) -> jax.Array:
     before_BWV = jnp.cumsum(sorted_BWV, axis=-1) - sorted_BWV
     p_B11 = params.top_p_B[:, None, None]
     kept_BWV = jnp.where((before_BWV < p_B11) | (p_B11 >= 1.0), sorted_BWV, 0.0)
+    kept_BWV = jnp.where(kept_BWV >= params.min_p_B[:, None, None] * kept_BWV[..., :1], kept_BWV, 0.0)
     kept_BWV = kept_BWV / jnp.sum(kept_BWV, axis=-1, keepdims=True)
     return jnp.take_along_axis(kept_BWV, rank_BWV, axis=-1)
+
+
+def pick(weights: jax.Array, noise: jax.Array) -> jax.Array:
+    """One index a row of weights [..., V]: by the inverse CDF with one uniform a row [...], or the largest of
+    log(weights) + noise with Gumbel noise of the weights' own shape (Gumbel 1954; Maddison et al. 2014)."""
+    if noise.ndim < weights.ndim:
+        return draw(weights, noise)
+    return jnp.argmax(jnp.log(weights) + noise, axis=-1).astype(jnp.int32)
 
 
 def draw(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:

@@ -87,7 +87,12 @@ class Insight:
     def _programs(self) -> list[dict[str, Any]]:
         """Figures of what this phase has compiled. The decode block, which phases share, counts for the first."""
         earlier = [entry["name"] for record in self.run.results[:-1] for entry in record.get("programs", [])]
-        decode = [entry for entry in self.phase.sampler.engine.block.figures if entry["name"] not in earlier]
+        decode = [
+            entry
+            for block in self.phase.sampler.engine.blocks.values()
+            for entry in block.figures
+            if entry["name"] not in earlier
+        ]
         return [*self.phase.update.figures, *decode]
 
     def _look_at_memory(self) -> None:

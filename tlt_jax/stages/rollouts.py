@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax.data import Tasks
+from tlt_jax.decode.controller import Fixed
 from tlt_jax.decode.engine import Engine, Request
-from tlt_jax.decode.propose import DraftSpec
+from tlt_jax.decode.propose import OFF, Choice, Rules
 from tlt_jax.decode.rollout import Rollout, rollout_metrics
 from tlt_jax.parallel.hosts import to_host
 from tlt_jax.parallel.sharding import put_batch
@@ -36,9 +37,16 @@ class Sampler:
         config = run.config
         tasks, speculation, sampling = config.data.tasks, config.speculation, config.sampling
         filtered = bool(sampling.top_k or sampling.top_p < 1.0)
-        draft = DraftSpec(
-            speculation.drafter, speculation.draft_length, filtered, speculation.ngram_min, speculation.ngram_max
+        rules = Rules(
+            filtered,
+            speculation.verification,
+            speculation.accept_threshold,
+            speculation.accept_by_entropy,
+            speculation.ngram_min,
+            speculation.ngram_max,
         )
+        off = speculation.drafter == "off"
+        controller = Fixed(OFF if off else Choice(speculation.drafter, speculation.draft_length))
         if filtered and set(config.stages) - {"pretrain"}:
             log.info(
                 "top_k or top_p cuts the rollouts' distribution, the policy's ratio does not: its gradient is biased"
@@ -51,9 +59,11 @@ class Sampler:
             max_prompt=tasks.max_prompt_tokens,
             max_new=tasks.max_completion_tokens,
             eos=[run.corpus.tokenizer.eos_id],
-            draft=draft,
+            controller=controller,
             dtype=run.dtype,
+            rules=rules,
             block_verifies=speculation.block_verifies,
+            sizes=speculation.pool_sizes,
         )
         self._last: Any = None
         self._fingerprint = jax.jit(lambda tree: [jnp.sum(jnp.abs(a)) for a in jax.tree.leaves(tree)])

@@ -1,0 +1,250 @@
+"""Who drafts, and how many tokens: the choice for each compiled block, on the host.
+
+A controller sees what every block did and how long it took. `Fixed` has one choice; the others look for the one with
+the most tokens per second at each size of the pool, `off` included.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from tlt_jax.decode.propose import OFF, Choice
+
+Key = tuple[int, Choice]  # the pool's size, and the choice
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one block did: see `BlockStats`; `size` is the pool's, `seconds` from its start to its last result."""
+
+    size: int
+    choice: Choice
+    seconds: float
+    rounds: int
+    calls: int
+    emitted: int
+    offered: np.ndarray
+    kept: np.ndarray
+
+
+class Controller(Protocol):
+    """Chooses before each block, and learns from it."""
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """All that it may choose."""
+
+    def choose(self, size: int) -> Choice:
+        """The choice for the next block of a pool of `size` slots."""
+
+    def observe(self, block: Block) -> None:
+        """Takes what a block did."""
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each size and choice that was tried, for people to read."""
+
+
+class Fixed:
+    """One choice, always."""
+
+    def __init__(self, choice: Choice):
+        self.choices: tuple[Choice, ...] = (choice,)
+        self._seen = Seen()
+
+    def choose(self, size: int) -> Choice:
+        return self.choices[0]
+
+    def observe(self, block: Block) -> None:
+        self._seen.add(block)
+
+    def table(self) -> list[dict[str, Any]]:
+        return self._seen.table()
+
+
+class Seen:
+    """What was measured: seconds a round of each size and choice; how often drafts are kept, by drafter and position;
+    how often each was chosen."""
+
+    RECENT = 32  # blocks whose median is a round's time
+    HALF = 20_000.0  # rounds of a sequence after which what was seen counts half
+
+    def __init__(self) -> None:
+        self.seconds: dict[Key, deque[float]] = {}
+        self.offered: dict[str, np.ndarray] = {}
+        self.kept: dict[str, np.ndarray] = {}
+        self.chosen: Counter[Key] = Counter()
+        self.last: dict[Key, int] = {}
+        self.blocks = 0
+
+    def add(self, block: Block) -> None:
+        if not block.rounds:
+            return
+        key = (block.size, block.choice)
+        self.blocks += 1
+        self.last[key] = self.blocks
+        self.chosen[key] += block.rounds
+        self.seconds.setdefault(key, deque(maxlen=self.RECENT)).append(block.seconds / block.rounds)
+        name, length = block.choice.drafter, block.choice.draft_length
+        offered, kept = (_wide(store.get(name), length) for store in (self.offered, self.kept))
+        fade = 0.5 ** (block.calls / self.HALF)
+        offered, kept = offered * fade, kept * fade
+        offered[:length] += block.offered
+        kept[:length] += block.kept
+        # A drafter that does not draft is not kept either: what counts is the rounds that it was asked in.
+        self.offered[name], self.kept[name] = offered, kept
+
+    def round_seconds(self, key: Key) -> float:
+        return float(np.median(self.seconds[key]))
+
+    def tokens(self, choice: Choice) -> float:
+        """Expected tokens of a sequence's round: 1 and the chances that the first, second, ... draft is kept."""
+        return 1.0 + float(self.survival(choice).sum())
+
+    def survival(self, choice: Choice) -> np.ndarray:
+        """How likely the first, second, ... of the choice's drafts is kept, with those before it."""
+        offered = _wide(self.offered.get(choice.drafter), choice.draft_length)[: choice.draft_length]
+        kept = _wide(self.kept.get(choice.drafter), choice.draft_length)[: choice.draft_length]
+        return kept / np.maximum(offered, 1.0)
+
+    def speed(self, key: Key) -> float:
+        """Expected tokens a second of one sequence, other things equal; what is not measured has none."""
+        return self.tokens(key[1]) / self.round_seconds(key) if key in self.seconds else 0.0
+
+    def table(self) -> list[dict[str, Any]]:
+        rounds = sum(self.chosen.values())
+        return [
+            {
+                "size": size,
+                "drafter": choice.drafter,
+                "draft_length": choice.draft_length,
+                "round_ms": 1e3 * self.round_seconds((size, choice)),
+                "tokens_per_call": self.tokens(choice),
+                "tokens_per_second": size * self.speed((size, choice)),
+                "share": self.chosen[size, choice] / rounds,
+            }
+            for size, choice in sorted(self.seconds, key=lambda key: (-key[0], key[1].drafter, key[1].draft_length))
+        ]
+
+
+def _wide(array: np.ndarray | None, length: int) -> np.ndarray:
+    """The array with at least `length` entries, zeros where it had none."""
+    array = np.zeros(0) if array is None else array
+    return np.pad(array, (0, max(length - len(array), 0)))
+
+
+class CostTable:
+    """Each choice is tried at each size; from then on the one with the most expected tokens a second is taken, from
+    the measured cost of its rounds and the drafts that were kept by position. Now and then the one that was not
+    measured for longest is measured again."""
+
+    AGAIN = 64  # blocks between two looks at a choice that is not the best
+
+    def __init__(self, choices: Sequence[Choice], seed: int = 0):
+        self.choices, self._seen = tuple(choices), Seen()
+
+    def choose(self, size: int) -> Choice:
+        keys = [(size, choice) for choice in self.choices]
+        for key in keys:
+            if key not in self._seen.seconds:
+                return key[1]
+        best = max(keys, key=self._seen.speed)
+        if self._seen.blocks % self.AGAIN == self.AGAIN - 1:
+            # What is slow by far even if all its drafts stood is not worth the look.
+            hopeful = [
+                k for k in keys if (1 + k[1].draft_length) / self._seen.round_seconds(k) > self._seen.speed(best)
+            ]
+            return min(hopeful, key=lambda key: self._seen.last[key])[1]
+        return best[1]
+
+    def observe(self, block: Block) -> None:
+        self._seen.add(block)
+
+    def table(self) -> list[dict[str, Any]]:
+        return self._seen.table()
+
+
+class Bandit:
+    """Epsilon-greedy in buckets of the pool's size, by the median of the latest tokens a second of each choice (after
+    the bucketed bandit of TLT, Hu et al. 2025)."""
+
+    EPSILON, WINDOW = 0.1, 16
+
+    def __init__(self, choices: Sequence[Choice], seed: int = 0):
+        self.choices, self._seen = tuple(choices), Seen()
+        self._rewards: dict[Key, deque[float]] = {}
+        self._random = np.random.default_rng(seed)
+
+    def choose(self, size: int) -> Choice:
+        for choice in self.choices:
+            if (size, choice) not in self._rewards:
+                return choice
+        if self._random.random() < self.EPSILON:
+            return self.choices[self._random.integers(len(self.choices))]
+        return max(self.choices, key=lambda choice: float(np.median(self._rewards[size, choice])))
+
+    def observe(self, block: Block) -> None:
+        self._seen.add(block)
+        if block.calls:
+            rewards = self._rewards.setdefault((block.size, block.choice), deque(maxlen=self.WINDOW))
+            rewards.append(reward(block))
+
+    def table(self) -> list[dict[str, Any]]:
+        return self._seen.table()
+
+
+class PolicyGradient:
+    """A softmax over the choices for each size of the pool, trained by REINFORCE (Williams 1992) on tokens a second,
+    measured against their running mean, in units of it."""
+
+    RATE, BASELINE = 0.5, 0.1
+
+    def __init__(self, choices: Sequence[Choice], seed: int = 0):
+        self.choices, self._seen = tuple(choices), Seen()
+        self._logits: dict[int, np.ndarray] = {}
+        self._mean: dict[int, float] = {}
+        self._random = np.random.default_rng(seed)
+
+    def probabilities(self, size: int) -> np.ndarray:
+        logits = self._logits.setdefault(size, np.zeros(len(self.choices)))
+        weights = np.exp(logits - logits.max())
+        return weights / weights.sum()
+
+    def choose(self, size: int) -> Choice:
+        return self.choices[self._random.choice(len(self.choices), p=self.probabilities(size))]
+
+    def observe(self, block: Block) -> None:
+        self._seen.add(block)
+        if not block.calls:
+            return
+        gain, size = reward(block), block.size
+        mean = self._mean.get(size, gain)
+        taken = np.array([choice == block.choice for choice in self.choices], float)
+        # The gradient of the log-probability of what was taken: one-hot minus the probabilities.
+        self._logits[size] = self._logits.get(size, 0.0) + self.RATE * (gain / mean - 1.0) * (
+            taken - self.probabilities(size)
+        )
+        self._mean[size] = mean + self.BASELINE * (gain - mean)
+
+    def table(self) -> list[dict[str, Any]]:
+        return self._seen.table()
+
+
+def reward(block: Block) -> float:
+    """Tokens a second of one sequence of the block, so that a pool that empties does not look slow."""
+    return block.emitted / block.calls * block.rounds / block.seconds
+
+
+CONTROLLERS: dict[str, Callable[..., Controller]] = {
+    "cost_table": CostTable,
+    "bandit": Bandit,
+    "policy_gradient": PolicyGradient,
+}
+
+
+def choices_of(drafters: Sequence[str], draft_lengths: Sequence[int]) -> list[Choice]:
+    """All that a controller may choose from: each drafter with each length, and `off`."""
+    drafting = [name for name in drafters if name != OFF.drafter]
+    return [OFF, *(Choice(name, length) for name in drafting for length in draft_lengths)]
