@@ -77,7 +77,9 @@ def test_all_keys_are_the_leaves():
 
 def registries():
     from tlt_jax.data.sources import SOURCES
+    from tlt_jax.decode.controller import CONTROLLERS
     from tlt_jax.decode.propose import DRAFTERS
+    from tlt_jax.decode.verify import VERIFIERS
     from tlt_jax.observe.trackers import TRACKERS
     from tlt_jax.rl.rewards import REWARDS
     from tlt_jax.stages.pipeline import STAGES
@@ -85,7 +87,9 @@ def registries():
 
     return {
         "OptimizerName": OPTIMIZERS,
-        "Drafter": DRAFTERS,
+        "Drafter": [*DRAFTERS, "auto"],
+        "Verification": VERIFIERS,
+        "ControllerName": CONTROLLERS,
         "RewardName": REWARDS,
         "TrackerName": TRACKERS,
         "SourceKind": SOURCES,
@@ -93,7 +97,7 @@ def registries():
     }
 
 
-@pytest.mark.parametrize("literal", ["OptimizerName", "Drafter", "RewardName", "TrackerName", "SourceKind", "Stage"])
+@pytest.mark.parametrize("literal", list(registries()))
 def test_the_registry_holds_what_the_config_offers(literal):
     assert list(typing.get_args(getattr(base, literal))) == list(registries()[literal])
 

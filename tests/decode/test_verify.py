@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.decode import verify
-from tlt_jax.decode.verify import VERIFIERS, verify_block, verify_coupled, verify_lenient, verify_token
+from tlt_jax.decode.verify import verify_block, verify_coupled, verify_lenient, verify_token
 
 V, G = 3, 2
 DRAFTS = list(product(range(V), repeat=G))
@@ -193,11 +193,3 @@ def test_the_threshold_tightens_with_entropy():
             jnp.asarray([[uniform, 0.5]]), 0.6, True,
         )  # fmt: skip
         assert found[0][0] == stands
-
-
-def test_every_rule_of_the_config_is_there():
-    from typing import get_args
-
-    from tlt_jax.config.base import Verification
-
-    assert set(VERIFIERS) == set(get_args(Verification))

@@ -73,6 +73,7 @@ def test_metrics_carry_the_fields_names(finished):
         "rollout/truncated_fraction",
         "rollout/loop_fraction",
         "rollout/logprob_abs_diff_max",
+        "rollout/logprob_kl",
         "rollout/draft_length",
     }
     shared = rollout | {
@@ -91,7 +92,8 @@ def test_metrics_carry_the_fields_names(finished):
         <= by_phase["policy"].keys()
     )
     assert shared | {"rl/value_loss", "rl/explained_variance"} <= by_phase["ppo"].keys()
-    assert all(row["rollout/logprob_abs_diff_max"] < 1e-4 for row in rows if "rollout/logprob_abs_diff_max" in row)
+    for name, bound in (("rollout/logprob_abs_diff_max", 1e-4), ("rollout/logprob_kl", 1e-6)):
+        assert all(abs(row[name]) < bound for row in rows if name in row)
 
 
 def test_the_policy_starts_at_its_reference(finished):

@@ -7,6 +7,7 @@ from tlt_jax.models.declare import shardings
 from tlt_jax.observe.logs import CONSOLE
 from tlt_jax.parallel.mesh import MESH_AXES, make_mesh, mesh_shape
 from tlt_jax.stages.budget import Spent, phase_budget, spent
+from tlt_jax.stages.facts import verification_in_words
 from tlt_jax.stages.memory import in_words, memory, parameters
 from tlt_jax.stages.models import model_shape, tokenizer_path, transformer
 from tlt_jax.stages.run import check_batches
@@ -34,7 +35,7 @@ def print_plan(config: Config) -> None:
         "model": f"{parameters(shape):,} parameters: {shape.layers} layers, {shape.width} wide, "
         f"{shape.heads} heads ({shape.kv_heads} kv), vocabulary {shape.vocab}",
         "drafter": f"{config.speculation.drafter}, {config.speculation.draft_length} tokens; "
-        f"exit after layer {shape.exit_layer}",
+        f"exit after layer {shape.exit_layer}; verification: {verification_in_words(config.speculation)}",
         "memory": in_words(memory(config, shape, make_mesh(config.device.mesh), compute_dtype(config.device))),
         "run directory": f"{config.run.output_dir}/{config.run.name}",
     }

@@ -1,9 +1,12 @@
 """Every key of a config: its type, range, unit and default. The whole config is one frozen `Config`."""
 
+from typing import Annotated
+
 from pydantic import Field, model_validator
 
 from tlt_jax.config.base import (
     LARGEST_INT,
+    ControllerName,
     Drafter,
     PathText,
     PositiveFloat,
@@ -74,9 +77,17 @@ class SpeculationConfig(Section):
     """How rollouts are decoded: the drafter, its training, and the pool of slots."""
 
     drafter: Drafter = Field(
-        "shallow", description="who proposes tokens: the first layers, n-grams of the sequence, or nobody"
+        "shallow",
+        description="who proposes tokens: the first layers, n-grams of the sequence, nobody, or what the controller"
+        " chooses",
     )
     draft_length: int = Field(5, ge=1, le=16, description="tokens proposed before each verification; 5-7 is classical")
+    controller: ControllerName = Field(
+        "cost_table", description="auto: how drafter and draft length are chosen for the most tokens a second"
+    )
+    auto_draft_lengths: list[Annotated[int, Field(ge=1, le=16)]] = Field(
+        [3, 5, 7], min_length=1, max_length=8, description="auto: the draft lengths that each drafter is tried with"
+    )
     verification: Verification = Field(
         "block",
         description="which drafts stand. block, token, coupled: lossless (coupled: tokens depend on the seed alone)."

@@ -4,14 +4,16 @@ A controller sees what every block did and how long it took. `Fixed` has one cho
 the most tokens per second at each size of the pool, `off` included.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from tlt_jax.decode.propose import OFF, Choice
+from tlt_jax.config.schema import SpeculationConfig
+from tlt_jax.decode.propose import DRAFTERS, OFF, Choice
 
 Key = tuple[int, Choice]  # the pool's size, and the choice
 
@@ -28,40 +30,6 @@ class Block:
     emitted: int
     offered: np.ndarray
     kept: np.ndarray
-
-
-class Controller(Protocol):
-    """Chooses before each block, and learns from it."""
-
-    @property
-    def choices(self) -> tuple[Choice, ...]:
-        """All that it may choose."""
-
-    def choose(self, size: int) -> Choice:
-        """The choice for the next block of a pool of `size` slots."""
-
-    def observe(self, block: Block) -> None:
-        """Takes what a block did."""
-
-    def table(self) -> list[dict[str, Any]]:
-        """A row for each size and choice that was tried, for people to read."""
-
-
-class Fixed:
-    """One choice, always."""
-
-    def __init__(self, choice: Choice):
-        self.choices: tuple[Choice, ...] = (choice,)
-        self._seen = Seen()
-
-    def choose(self, size: int) -> Choice:
-        return self.choices[0]
-
-    def observe(self, block: Block) -> None:
-        self._seen.add(block)
-
-    def table(self) -> list[dict[str, Any]]:
-        return self._seen.table()
 
 
 class Seen:
@@ -135,45 +103,59 @@ def _wide(array: np.ndarray | None, length: int) -> np.ndarray:
     return np.pad(array, (0, max(length - len(array), 0)))
 
 
-class CostTable:
+class Controller(ABC):
+    """Chooses before each block, and learns from it; `seen` is what it has measured."""
+
+    def __init__(self, choices: Sequence[Choice], seed: int = 0):
+        self.choices, self.seen = tuple(choices), Seen()
+
+    @abstractmethod
+    def choose(self, size: int) -> Choice:
+        """The choice for the next block of a pool of `size` slots."""
+
+    def observe(self, block: Block) -> None:
+        """Takes what a block did."""
+        self.seen.add(block)
+
+
+class Fixed(Controller):
+    """One choice, always."""
+
+    def __init__(self, choice: Choice):
+        super().__init__([choice])
+
+    def choose(self, size: int) -> Choice:
+        return self.choices[0]
+
+
+class CostTable(Controller):
     """Each choice is tried at each size; from then on the one with the most expected tokens a second is taken, from
     the measured cost of its rounds and the drafts that were kept by position. Now and then the one that was not
     measured for longest is measured again."""
 
     AGAIN = 64  # blocks between two looks at a choice that is not the best
 
-    def __init__(self, choices: Sequence[Choice], seed: int = 0):
-        self.choices, self._seen = tuple(choices), Seen()
-
     def choose(self, size: int) -> Choice:
         keys = [(size, choice) for choice in self.choices]
         for key in keys:
-            if key not in self._seen.seconds:
+            if key not in self.seen.seconds:
                 return key[1]
-        best = max(keys, key=self._seen.speed)
-        if self._seen.blocks % self.AGAIN == self.AGAIN - 1:
+        best = max(keys, key=self.seen.speed)
+        if self.seen.blocks % self.AGAIN == self.AGAIN - 1:
             # What is slow by far even if all its drafts stood is not worth the look.
-            hopeful = [
-                k for k in keys if (1 + k[1].draft_length) / self._seen.round_seconds(k) > self._seen.speed(best)
-            ]
-            return min(hopeful, key=lambda key: self._seen.last[key])[1]
+            hopeful = [k for k in keys if (1 + k[1].draft_length) / self.seen.round_seconds(k) > self.seen.speed(best)]
+            return min(hopeful, key=lambda key: self.seen.last[key])[1]
         return best[1]
 
-    def observe(self, block: Block) -> None:
-        self._seen.add(block)
 
-    def table(self) -> list[dict[str, Any]]:
-        return self._seen.table()
-
-
-class Bandit:
+class Bandit(Controller):
     """Epsilon-greedy in buckets of the pool's size, by the median of the latest tokens a second of each choice (after
     the bucketed bandit of TLT, Hu et al. 2025)."""
 
     EPSILON, WINDOW = 0.1, 16
 
     def __init__(self, choices: Sequence[Choice], seed: int = 0):
-        self.choices, self._seen = tuple(choices), Seen()
+        super().__init__(choices, seed)
         self._rewards: dict[Key, deque[float]] = {}
         self._random = np.random.default_rng(seed)
 
@@ -186,23 +168,20 @@ class Bandit:
         return max(self.choices, key=lambda choice: float(np.median(self._rewards[size, choice])))
 
     def observe(self, block: Block) -> None:
-        self._seen.add(block)
+        self.seen.add(block)
         if block.calls:
             rewards = self._rewards.setdefault((block.size, block.choice), deque(maxlen=self.WINDOW))
             rewards.append(reward(block))
 
-    def table(self) -> list[dict[str, Any]]:
-        return self._seen.table()
 
-
-class PolicyGradient:
+class PolicyGradient(Controller):
     """A softmax over the choices for each size of the pool, trained by REINFORCE (Williams 1992) on tokens a second,
     measured against their running mean, in units of it."""
 
     RATE, BASELINE = 0.5, 0.1
 
     def __init__(self, choices: Sequence[Choice], seed: int = 0):
-        self.choices, self._seen = tuple(choices), Seen()
+        super().__init__(choices, seed)
         self._logits: dict[int, np.ndarray] = {}
         self._mean: dict[int, float] = {}
         self._random = np.random.default_rng(seed)
@@ -216,7 +195,7 @@ class PolicyGradient:
         return self.choices[self._random.choice(len(self.choices), p=self.probabilities(size))]
 
     def observe(self, block: Block) -> None:
-        self._seen.add(block)
+        self.seen.add(block)
         if not block.calls:
             return
         gain, size = reward(block), block.size
@@ -227,9 +206,6 @@ class PolicyGradient:
             taken - self.probabilities(size)
         )
         self._mean[size] = mean + self.BASELINE * (gain - mean)
-
-    def table(self) -> list[dict[str, Any]]:
-        return self._seen.table()
 
 
 def reward(block: Block) -> float:
@@ -242,6 +218,13 @@ CONTROLLERS: dict[str, Callable[..., Controller]] = {
     "bandit": Bandit,
     "policy_gradient": PolicyGradient,
 }
+
+
+def make_controller(config: SpeculationConfig, seed: int) -> Controller:
+    """The config's controller over all drafters, or its one choice."""
+    if config.drafter == "auto":
+        return CONTROLLERS[config.controller](choices_of(list(DRAFTERS), config.auto_draft_lengths), seed)
+    return Fixed(OFF if config.drafter == "off" else Choice(config.drafter, config.draft_length))
 
 
 def choices_of(drafters: Sequence[str], draft_lengths: Sequence[int]) -> list[Choice]:

@@ -77,7 +77,8 @@ class Engine:
 
     Its compiled programs depend on the sizes given here alone: a pool of `slots`, a quarter of it, and so on (`sizes`
     of them); for each, one block for each of the controller's choices, one prefill for each size that it can take in,
-    and the way to the next size. `warm_up` compiles them all. `text` decodes tokens, for requests with `stop`.
+    and the way to the next size. `warm_up` compiles them all. `text` decodes tokens, for requests with `stop`. `led`
+    gives every process the number of a choice that the first process has passed to it.
     """
 
     def __init__(
@@ -96,12 +97,14 @@ class Engine:
         sizes: int = 1,
         most_ends: int = 1,
         text: Callable[[np.ndarray], str] | None = None,
+        led: Callable[[int], int] = lambda number: number,
     ):
         self.mesh, self.max_prompt, self.max_new = mesh, max_prompt, max_new
         # The batch axis is split over the mesh, so a pool is rounded up to its size.
         self.parts = mesh.shape["data"] * mesh.shape["fsdp"]
         self.sizes = _pool_sizes(slots, sizes, self.parts)
         self.slots, self.rules, self.controller, self.text = self.sizes[0], rules, controller, text
+        self._led = led
         self.draft_length = max(choice.draft_length for choice in controller.choices)
         self._eos = tuple(eos)
         self._ends = max(most_ends, len(self._eos), 1)
@@ -185,7 +188,7 @@ class Engine:
     def step(self, view: DecodeView, exit: ShallowExit) -> dict[int, dict[str, np.ndarray]]:
         """Runs one compiled block. Returns the finished sequences by id, and frees their slots."""
         assert self._state is not None, "nothing was admitted"
-        choice = self.controller.choose(len(self._owner))
+        choice = self._choose()
         start = time.perf_counter()
         self._state, stats = self.blocks[choice](view, exit, self._state)
         done, stats = to_host((self._state.done_B, stats))
@@ -224,6 +227,12 @@ class Engine:
                     self.admit(view, [waiting.pop() for _ in range(min(self.free, len(waiting)))])
                 results.update(self.step(view, exit))
         return _collect([results[i] for i in range(len(requests))], requests)
+
+    def _choose(self) -> Choice:
+        choices = self.controller.choices
+        if len(choices) == 1:
+            return choices[0]
+        return choices[self._led(choices.index(self.controller.choose(len(self._owner))))]
 
     def _fit(self, wanted: int) -> None:
         """Goes to the smallest pool that holds `wanted` sequences, size by size."""

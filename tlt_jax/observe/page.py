@@ -38,6 +38,7 @@ FACT_LABELS = {
     "seed": "Seed",
     "drafter": "Drafter",
     "draft_length": "Draft length",
+    "verification": "Verification",
     "evaluation_decoding": "Evaluation",
     "budget": "Budget",
     "data": "Data",

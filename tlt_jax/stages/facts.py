@@ -11,6 +11,7 @@ import numpy as np
 
 from tlt_jax import __version__
 from tlt_jax.config import Config
+from tlt_jax.config.schema import SpeculationConfig
 from tlt_jax.data import Corpus
 
 log = logging.getLogger("tlt_jax")
@@ -45,10 +46,18 @@ def facts_of(config: Config, mesh: jax.sharding.Mesh, dtype: np.dtype, corpus: C
         "seed": config.run.seed,
         "drafter": config.speculation.drafter,
         "draft_length": config.speculation.draft_length,
+        "verification": verification_in_words(config.speculation),
         "evaluation_decoding": f"sampled at temperature {config.sampling.temperature:g}",
         "budget": f"{config.budget.total:g} {config.budget.unit}",
         "data": _data_facts(corpus),
     }
+
+
+def verification_in_words(config: SpeculationConfig) -> str:
+    """The rule by which drafts stand, and whether it is lossless."""
+    if config.verification != "lenient":
+        return f"{config.verification}, lossless"
+    return f"lenient, LOSSY: accept_threshold {config.accept_threshold:g}" + ", by entropy" * config.accept_by_entropy
 
 
 def _data_facts(corpus: Corpus) -> dict[str, Any]:

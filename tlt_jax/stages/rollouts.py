@@ -1,6 +1,7 @@
 """Rollouts for the stages: one engine for a whole run, seeded requests, and texts for the rewards."""
 
 import logging
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax.data import Tasks
-from tlt_jax.decode.controller import Fixed
+from tlt_jax.decode.controller import make_controller
 from tlt_jax.decode.engine import Engine, Request
-from tlt_jax.decode.propose import OFF, Choice, Rules
+from tlt_jax.decode.propose import Rules
 from tlt_jax.decode.rollout import Rollout, rollout_metrics
 from tlt_jax.parallel.hosts import to_host
 from tlt_jax.parallel.sharding import put_batch
@@ -45,8 +46,8 @@ class Sampler:
             speculation.ngram_min,
             speculation.ngram_max,
         )
-        off = speculation.drafter == "off"
-        controller = Fixed(OFF if off else Choice(speculation.drafter, speculation.draft_length))
+        if speculation.verification == "lenient":
+            log.warning("speculation.verification is lenient: rollouts are LOSSY, not drawn from the policy alone")
         if filtered and set(config.stages) - {"pretrain"}:
             log.info(
                 "top_k or top_p cuts the rollouts' distribution, the policy's ratio does not: its gradient is biased"
@@ -59,13 +60,15 @@ class Sampler:
             max_prompt=tasks.max_prompt_tokens,
             max_new=tasks.max_completion_tokens,
             eos=[run.corpus.tokenizer.eos_id],
-            controller=controller,
+            controller=make_controller(speculation, config.run.seed),
             dtype=run.dtype,
             rules=rules,
             block_verifies=speculation.block_verifies,
             sizes=speculation.pool_sizes,
+            led=lambda number: run.company.agree("draft", number)[0],
         )
         self._last: Any = None
+        self._warm = False
         self._fingerprint = jax.jit(lambda tree: [jnp.sum(jnp.abs(a)) for a in jax.tree.leaves(tree)])
         self._log_probs = jax.jit(partial(sequence_log_probs, temperature=sampling.temperature, dtype=run.dtype))
 
@@ -83,7 +86,13 @@ class Sampler:
             Request(prompt, limit, seed, sampling.temperature, sampling.top_k, sampling.top_p)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        return self.engine.run(self.engine.view(models.policy), models.exit, requests)
+        view = self.engine.view(models.policy)
+        if not self._warm:
+            self._warm, start = True, time.monotonic()
+            count = self.engine.warm_up(view, models.exit)
+            sizes, seconds = ", ".join(map(str, self.engine.sizes)), time.monotonic() - start
+            log.info("decoding: %d programs compiled in %.1f s, for pools of %s", count, seconds, sizes)
+        return self.engine.run(view, models.exit, requests)
 
     def metrics(self, rollout: Rollout, seconds: float) -> dict[str, float]:
         """The `rollout/` metrics of a rollout that took `seconds`."""

@@ -24,7 +24,8 @@ def run_updates(
     The sequences [B, T] of `lengths` [B] are packed: an update computes little but their tokens.
 
     Before the first update the policy is the one that sampled: how far its log-probs are from the recorded ones there
-    is `rollout/logprob_abs_diff_max`, the mismatch between decoding and scoring (over the first minibatch).
+    is the mismatch between decoding and scoring, over the first minibatch: `rollout/logprob_abs_diff_max`, and
+    `rollout/logprob_kl`, the KL from what sampled to what scores (k3), in nats a token.
     """
     run, config, rows = phase.run, phase.config, len(lengths)
     parts = run.mesh.shape["data"] * run.mesh.shape["fsdp"] * config.accumulation
@@ -38,7 +39,8 @@ def run_updates(
             collected.append(metrics)
     fetched = to_host(collected)
     mean = {name: float(np.mean([m[name] for m in fetched])) for name in fetched[0] if name != "rl/logp_diff_max"}
-    return train, {**mean, "rollout/logprob_abs_diff_max": float(fetched[0]["rl/logp_diff_max"])}
+    mismatch = {"rollout/logprob_abs_diff_max": "rl/logp_diff_max", "rollout/logprob_kl": "rl/approx_kl"}
+    return train, mean | {name: float(fetched[0][found]) for name, found in mismatch.items()}
 
 
 def microbatches(batch: dict[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
