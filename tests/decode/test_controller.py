@@ -85,11 +85,15 @@ def test_what_was_seen_by_hand():
     seen.add(Block(8, choice, 0.5, 2, 10, 22, np.array([10, 10, 10]), np.array([8, 4, 0])))
     assert seen.round_seconds((8, choice)) == 0.25
     assert seen.survival(choice) == pytest.approx([0.8, 0.4, 0.0], abs=1e-6)
+    # A drafter that seldom drafts: what it offers is nearly always kept, and helps little.
+    seen.add(Block(8, Choice("ngram", 1), 0.4, 2, 10, 12, np.array([2]), np.array([2])))
+    assert seen.acceptance("ngram") == pytest.approx([1.0])
+    assert seen.tokens(Choice("ngram", 1)) == pytest.approx(1.2)
     assert seen.survival(Choice("shallow", 2)) == pytest.approx([0.8, 0.4], abs=1e-6)
     assert seen.tokens(choice) == pytest.approx(2.2, abs=1e-6)
-    (row,) = seen.table()
+    row = next(row for row in seen.table() if row["drafter"] == "shallow")
     assert row["round_ms"] == 250 and row["tokens_per_second"] == pytest.approx(8 * 2.2 / 0.25, rel=1e-5)
-    assert row["share"] == 1.0
+    assert row["share"] == 6 / 8
     assert reward(Block(8, choice, 0.5, 2, 10, 22, np.zeros(3), np.zeros(3))) == pytest.approx(2.2 * 2 / 0.5)
 
 

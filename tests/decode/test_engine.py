@@ -256,7 +256,7 @@ def test_a_decode_blocks_temporaries_are_a_small_share_of_the_weights(drafter):
 
     exit = abstract(lambda d: ShallowExit(WIDE, d))
     view = jax.eval_shape(partial(decode_view, dtype=jnp.float32), abstract(lambda d: Transformer(WIDE, d)))
-    slots = jax.eval_shape(partial(empty_slots, WIDE, 2, 16, 1, jnp.float32))
+    slots = jax.eval_shape(partial(empty_slots, WIDE, 2, 16, 1, Rules(), jnp.float32))
     choice = OFF if drafter == "off" else Choice(drafter, G)
     block = jax.jit(partial(decode_block, choice=choice, rules=Rules(), verifies=8), donate_argnums=2)
     temporaries = block.lower(view, exit, slots).compile().memory_analysis().temp_size_in_bytes

@@ -72,7 +72,7 @@ def cell_p_values(
     samples: int = SAMPLES,
     check_logp: bool = True,
 ) -> list[float]:
-    rules = Rules(filtered=settings is not PLAIN, verification=verification, ngram_min=1, ngram_max=3)
+    rules = Rules(settings is not PLAIN, verification, ngram_min=1, ngram_max=3, ngram_siblings=2, ngram_history=2)
     cells, order, length, rollout = sample(choice, settings, rules, samples)
     if choice.drafter == "ngram":
         assert rollout.accepted_B.sum() > 0.02 * len(order), "the n-gram drafter does not fire"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import tiny
 
-from tlt_jax.decode.propose import Choice, Context, Rules, propose_ngram
+from tlt_jax.decode.propose import Choice, Context, Rules, Sources, propose_ngram
 from tlt_jax.decode.sampling import SamplingParams
 from tlt_jax.models.decode_view import decode_view
 
@@ -29,14 +29,23 @@ TABLE = {
 }
 
 
-def proposals(known: list[list[int]], length: int, rules: Rules, rubbish: int = 0) -> list[list[int]]:
+def proposals(
+    known: list[list[int]], length: int, rules: Rules, rubbish: int = 0, sources: Sources | None = None
+) -> list[list[int]]:
     """The drafts of each row; `rubbish` fills the places beyond the known tokens, as an earlier sequence would."""
     tokens = np.full((len(known), LENGTH), rubbish, np.int32)
     for row, tokens_of_row in zip(tokens, known, strict=True):
         row[: len(tokens_of_row)] = tokens_of_row
     ones = jnp.ones(len(known))
+    rows = len(known)
+    empty = Sources(np.zeros((rows, 0), int), np.zeros((rows, 0, LENGTH), int), np.zeros((rows, 0), int))
     context = Context(
-        jnp.asarray(tokens), jnp.asarray([len(row) for row in known]), SamplingParams(ones, ones, ones, ones), (), ones
+        jnp.asarray(tokens),
+        jnp.asarray([len(row) for row in known]),
+        SamplingParams(ones, ones, ones, ones),
+        (),
+        ones,
+        sources or empty,
     )
     proposal = jax.jit(propose_ngram, static_argnums=(3, 4))(VIEW, EXIT, context, Choice("ngram", length), rules)
     assert proposal.q_BGV is None
@@ -65,3 +74,35 @@ def test_suffixes_are_no_longer_than_asked_for(longest, drafts):
 
 def test_a_draft_is_no_longer_than_asked_for():
     assert proposals([[1, 2, 3, 4, 5, 6, 1, 2]], 1, Rules(ngram_min=2, ngram_max=4)) == [[3]]
+
+
+# The last tokens are 1 2; [1 2] came in an earlier sequence of the prompt, then 5 6, and at a sibling, then 7 8 9.
+SIBLINGS = [[4, 1, 2], [3, 1, 2, 7, 8, 9], [0, 1, 2, 9]]
+
+
+def sources(siblings=(3, 3, 3), known=()) -> Sources:
+    """The first row's sibling and earlier sequences; the others have none."""
+    found = np.zeros((3, 1, LENGTH), np.int32)
+    found[0, 0, : len(known)] = known
+    return Sources(np.array(siblings)[:, None], found, np.array([[len(known)], [0], [0]]))
+
+
+@pytest.mark.parametrize(
+    ("given", "drafts"),
+    [
+        (sources(), []),
+        (sources(siblings=(1, 3, 3)), [7, 8, 9]),
+        (sources(siblings=(2, 3, 3)), [9]),  # no further than the sibling has come
+        (sources(known=[1, 2, 5, 6]), [5, 6]),
+        (sources(siblings=(1, 3, 3), known=[1, 2, 5, 6]), [5, 6]),  # earlier sequences before siblings
+        (sources(siblings=(1, 3, 3), known=[2, 5, 6]), [7, 8, 9]),  # but a longer suffix before all
+    ],
+)
+def test_drafts_come_from_siblings_and_earlier_sequences(given, drafts):
+    found = proposals(SIBLINGS, 3, Rules(ngram_min=2, ngram_max=4), sources=given)
+    assert found == [drafts, [], []]
+
+
+def test_the_sequence_itself_comes_before_others():
+    given = sources(known=[1, 2, 5, 6])
+    assert proposals([[1, 2, 8, 1, 2], [0], [0]], 2, Rules(), sources=given)[0] == [8, 1]

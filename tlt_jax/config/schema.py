@@ -104,6 +104,12 @@ class SpeculationConfig(Section):
     )
     ngram_min: PositiveInt = Field(2, description="ngram: shortest suffix that counts as a match")
     ngram_max: PositiveInt = Field(4, description="ngram: longest suffix looked for")
+    ngram_siblings: int = Field(
+        7, ge=0, le=256, description="ngram: sequences of the same prompt, decoded at the same time, looked at too"
+    )
+    ngram_history: int = Field(
+        4, ge=0, le=256, description="ngram: finished sequences of the same prompt that are looked at too, the latest"
+    )
     block_verifies: PositiveInt = Field(
         8, description="verifications in a compiled block, between two looks of the host"
     )

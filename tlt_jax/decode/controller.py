@@ -33,14 +33,15 @@ class Block:
 
 
 class Seen:
-    """What was measured: seconds a round of each size and choice; how often drafts are kept, by drafter and position;
-    how often each was chosen."""
+    """What was measured: seconds a round of each size and choice; by drafter and position, how often drafts were asked
+    for, offered and kept; how often each was chosen."""
 
     RECENT = 32  # blocks whose median is a round's time
     HALF = 20_000.0  # rounds of a sequence after which what was seen counts half
 
     def __init__(self) -> None:
         self.seconds: dict[Key, deque[float]] = {}
+        self.asked: dict[str, np.ndarray] = {}
         self.offered: dict[str, np.ndarray] = {}
         self.kept: dict[str, np.ndarray] = {}
         self.chosen: Counter[Key] = Counter()
@@ -55,14 +56,11 @@ class Seen:
         self.last[key] = self.blocks
         self.chosen[key] += block.rounds
         self.seconds.setdefault(key, deque(maxlen=self.RECENT)).append(block.seconds / block.rounds)
-        name, length = block.choice.drafter, block.choice.draft_length
-        offered, kept = (_wide(store.get(name), length) for store in (self.offered, self.kept))
-        fade = 0.5 ** (block.calls / self.HALF)
-        offered, kept = offered * fade, kept * fade
-        offered[:length] += block.offered
-        kept[:length] += block.kept
-        # A drafter that does not draft is not kept either: what counts is the rounds that it was asked in.
-        self.offered[name], self.kept[name] = offered, kept
+        name, length, fade = block.choice.drafter, block.choice.draft_length, 0.5 ** (block.calls / self.HALF)
+        asked = np.full(length, float(block.calls))
+        for store, new in ((self.asked, asked), (self.offered, block.offered), (self.kept, block.kept)):
+            store[name] = fade * _wide(store.get(name), length)
+            store[name][:length] += new
 
     def round_seconds(self, key: Key) -> float:
         return float(np.median(self.seconds[key]))
@@ -72,10 +70,14 @@ class Seen:
         return 1.0 + float(self.survival(choice).sum())
 
     def survival(self, choice: Choice) -> np.ndarray:
-        """How likely the first, second, ... of the choice's drafts is kept, with those before it."""
-        offered = _wide(self.offered.get(choice.drafter), choice.draft_length)[: choice.draft_length]
-        kept = _wide(self.kept.get(choice.drafter), choice.draft_length)[: choice.draft_length]
-        return kept / np.maximum(offered, 1.0)
+        """How likely a first, second, ... draft of the choice is there and kept, with those before it."""
+        name, length = choice.drafter, choice.draft_length
+        asked, kept = (_wide(store.get(name), length)[:length] for store in (self.asked, self.kept))
+        return kept / np.maximum(asked, 1.0)
+
+    def acceptance(self, drafter: str) -> np.ndarray:
+        """The share of the drafter's first, second, ... drafts that was kept."""
+        return self.kept.get(drafter, np.zeros(0)) / np.maximum(self.offered.get(drafter, np.zeros(0)), 1.0)
 
     def speed(self, key: Key) -> float:
         """Expected tokens a second of one sequence, other things equal; what is not measured has none."""

@@ -7,7 +7,7 @@ pool.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from tlt_jax.config import ConfigError
 from tlt_jax.decode.controller import Block, Controller
+from tlt_jax.decode.history import History
 from tlt_jax.decode.loop import (
     Admission,
     BlockStats,
@@ -128,10 +129,12 @@ class Engine:
         }
 
         def empty(size: int) -> Slots:
-            return empty_slots(shape, size, max_prompt + max_new, self._ends, dtype)
+            return empty_slots(shape, size, max_prompt + max_new, self._ends, rules, dtype)
 
         self._empty = jax.jit(empty, static_argnums=0, out_shardings=slots_lie)
         self._row = batch_sharding(mesh)
+        copies = any(choice.drafter == "ngram" for choice in controller.choices)
+        self._history = History(rules, max_prompt + max_new) if copies else None
         self.reset()
 
     def reset(self) -> None:
@@ -184,11 +187,15 @@ class Engine:
         rows = min(size for size in self.sizes if size >= len(requests))
         admission = self._admission(rows, len(self._owner), [(slot, request) for slot, (_, request) in placed])
         self._state = self._prefill(view, self._state, put(admission, self._row))
+        self._moved()
 
     def step(self, view: DecodeView, exit: ShallowExit) -> dict[int, dict[str, np.ndarray]]:
         """Runs one compiled block. Returns the finished sequences by id, and frees their slots."""
         assert self._state is not None, "nothing was admitted"
         choice = self._choose()
+        if self._history is not None and self._history.changed:
+            prompts = [owner and owner[1].prompt for owner in self._owner]
+            self._state = replace(self._state, sources=put(self._history.sources(prompts), self._row))
         start = time.perf_counter()
         self._state, stats = self.blocks[choice](view, exit, self._state)
         done, stats = to_host((self._state.done_B, stats))
@@ -206,8 +213,10 @@ class Engine:
             owner = self._owner[slot]
             assert owner is not None
             row = {name: array[slot].copy() for name, array in host.items()}
-            results[owner[0]] = _cut(row, stopped.get(slot))
+            results[owner[0]] = row = _cut(row, stopped.get(slot))
             self._owner[slot] = None
+            if self._history is not None:
+                self._history.add(owner[1].prompt, row["tokens_BT"][: row["length_B"]])
         return results
 
     def lower_block(self, view: DecodeView, exit: ShallowExit) -> jax.stages.Lowered:
@@ -248,6 +257,11 @@ class Engine:
             where[: len(kept)] = kept
             self._state = self._resized(self._state, where)
             self._owner = [self._owner[slot] for slot in kept] + [None] * (size - len(kept))
+            self._moved()
+
+    def _moved(self) -> None:
+        if self._history is not None:
+            self._history.changed = True
 
     def _admission(self, rows: int, size: int, placed: Sequence[tuple[int, Request]]) -> Admission:
         """`rows` rows for a pool of `size`: the (slot, request) pairs, then padding."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tlt_jax.decode.propose import DRAFTERS, Choice, Context, Rules
+from tlt_jax.decode.propose import DRAFTERS, Choice, Context, Rules, Sources
 from tlt_jax.decode.sampling import SamplingParams, policy_log_probs, sampling_probs
 from tlt_jax.decode.verify import VERIFIERS
 from tlt_jax.models.decode_view import Cache, DecodeView, cache_shardings, decode_layers, embed, empty_cache, write_rows
@@ -37,6 +37,7 @@ _SLOT_FIELDS = [
     "target_calls_B",
     "drafted_B",
     "accepted_B",
+    "sources",
     "cache",
 ]
 
@@ -60,10 +61,11 @@ class Slots:
     target_calls_B: jax.Array
     drafted_B: jax.Array
     accepted_B: jax.Array
+    sources: Sources
     cache: Cache
 
 
-def empty_slots(shape: ModelShape, slots: int, length: int, ends: int, dtype: jnp.dtype) -> Slots:
+def empty_slots(shape: ModelShape, slots: int, length: int, ends: int, rules: Rules, dtype: jnp.dtype) -> Slots:
     """A pool of free slots for sequences of up to `length` tokens, each with up to `ends` tokens that end it."""
     ints, floats = jnp.zeros(slots, jnp.int32), jnp.zeros((slots, length), jnp.float32)
     return Slots(
@@ -80,6 +82,11 @@ def empty_slots(shape: ModelShape, slots: int, length: int, ends: int, dtype: jn
         target_calls_B=ints,
         drafted_B=ints,
         accepted_B=ints,
+        sources=Sources(
+            jnp.full((slots, rules.ngram_siblings), slots, jnp.int32),
+            jnp.zeros((slots, rules.ngram_history, length), jnp.int32),
+            jnp.zeros((slots, rules.ngram_history), jnp.int32),
+        ),
         cache=empty_cache(shape, slots, length, dtype),
     )
 
@@ -88,7 +95,14 @@ def slot_shardings(shape: ModelShape, mesh: Mesh) -> Slots:
     """The pool with a sharding in the place of each array."""
     row = batch_sharding(mesh)
     fields: dict[str, Any] = dict.fromkeys(_SLOT_FIELDS, row)
-    return Slots(**fields | {"sampling": SamplingParams(row, row, row, row), "cache": cache_shardings(shape, mesh)})
+    return Slots(
+        **fields
+        | {
+            "sampling": SamplingParams(row, row, row, row),
+            "sources": Sources(row, row, row),
+            "cache": cache_shardings(shape, mesh),
+        }
+    )
 
 
 @partial(
@@ -137,6 +151,7 @@ def prefill(view: DecodeView, slots: Slots, new: Admission) -> Slots:
         target_calls_B=put(slots.target_calls_B, 0),
         drafted_B=put(slots.drafted_B, 0),
         accepted_B=put(slots.accepted_B, 0),
+        sources=slots.sources,
         cache=jax.tree.map(put_start, slots.cache, cache),
     )
 
@@ -185,7 +200,7 @@ def draft_and_verify(
     length = choice.draft_length
     with jax.named_scope("draft"):
         draft_noise_GB, verify_noise_BW = round_noise(slots, length, view.shape.vocab, rules.verification)
-        context = Context(slots.tokens_BT, slots.length_B, slots.sampling, slots.cache, draft_noise_GB)
+        context = Context(slots.tokens_BT, slots.length_B, slots.sampling, slots.cache, draft_noise_GB, slots.sources)
         proposal = DRAFTERS[choice.drafter](view, exit, context, choice, rules)
     with jax.named_scope("verify"):
         positions_BW = slots.length_B[:, None] - 1 + jnp.arange(length + 1)

@@ -45,6 +45,8 @@ class Sampler:
             speculation.accept_by_entropy,
             speculation.ngram_min,
             speculation.ngram_max,
+            speculation.ngram_siblings,
+            speculation.ngram_history,
         )
         if speculation.verification == "lenient":
             log.warning("speculation.verification is lenient: rollouts are LOSSY, not drawn from the policy alone")
