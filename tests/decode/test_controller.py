@@ -77,6 +77,12 @@ def test_the_cost_table_looks_again_only_at_what_could_be_better():
     assert chosen.count(Choice("shallow", 2)) > 5
 
 
+def test_where_nothing_can_be_better_the_cost_table_stays_with_the_best():
+    controller = CostTable(CHOICES)
+    chosen = play(controller, lambda size, choice: 1.0 if choice == OFF else 100.0, 500)
+    assert chosen[len(CHOICES) :] == [OFF] * (500 - len(CHOICES))
+
+
 def test_what_was_seen_by_hand():
     seen = Seen()
     choice = Choice("shallow", 3)

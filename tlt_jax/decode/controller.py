@@ -146,7 +146,7 @@ class CostTable(Controller):
         if self.seen.blocks % self.AGAIN == self.AGAIN - 1:
             # What is slow by far even if all its drafts stood is not worth the look.
             hopeful = [k for k in keys if (1 + k[1].draft_length) / self.seen.round_seconds(k) > self.seen.speed(best)]
-            return min(hopeful, key=lambda key: self.seen.last[key])[1]
+            return min(hopeful or [best], key=lambda key: self.seen.last[key])[1]
         return best[1]
 
 
