@@ -77,6 +77,15 @@ def test_the_cost_table_looks_again_only_at_what_could_be_better():
     assert chosen.count(Choice("shallow", 2)) > 5
 
 
+def test_one_poor_block_does_not_put_a_drafter_aside():
+    controller = CostTable(CHOICES)
+    for choice in CHOICES:
+        nothing = np.zeros(choice.draft_length)
+        controller.observe(Block(1, choice, 8 * wide(1, choice), 8, 8, 8, nothing + 8, nothing))
+    later = play(controller, wide, 300, size=1)
+    assert later[-100:].count(Choice("shallow", 6)) > 95
+
+
 def test_where_nothing_can_be_better_the_cost_table_stays_with_the_best():
     controller = CostTable(CHOICES)
     chosen = play(controller, lambda size, choice: 1.0 if choice == OFF else 100.0, 500)

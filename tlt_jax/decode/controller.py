@@ -38,6 +38,7 @@ class Seen:
 
     RECENT = 32  # blocks whose median is a round's time
     HALF = 20_000.0  # rounds of a sequence after which what was seen counts half
+    GOOD = 0.9  # the chance with which a good drafter's draft is kept
 
     def __init__(self) -> None:
         self.seconds: dict[Key, deque[float]] = {}
@@ -65,23 +66,25 @@ class Seen:
     def round_seconds(self, key: Key) -> float:
         return float(np.median(self.seconds[key]))
 
-    def tokens(self, choice: Choice) -> float:
+    def tokens(self, choice: Choice, hope: float = 0.0) -> float:
         """Expected tokens of a sequence's round: 1 and the chances that the first, second, ... draft is kept."""
-        return 1.0 + float(self.survival(choice).sum())
+        return 1.0 + float(self.survival(choice, hope).sum())
 
-    def survival(self, choice: Choice) -> np.ndarray:
-        """How likely a first, second, ... draft of the choice is there and kept, with those before it."""
+    def survival(self, choice: Choice, hope: float = 0.0) -> np.ndarray:
+        """How likely a first, second, ... draft of the choice is there and kept, with those before it. `hope`: as many
+        rounds are added in which drafts were kept as a good drafter's are."""
         name, length = choice.drafter, choice.draft_length
         asked, kept = (_wide(store.get(name), length)[:length] for store in (self.asked, self.kept))
-        return kept / np.maximum(asked, 1.0)
+        good = self.GOOD ** np.arange(1, length + 1)
+        return (kept + hope * good) / np.maximum(asked + hope, 1.0)
 
     def acceptance(self, drafter: str) -> np.ndarray:
         """The share of the drafter's first, second, ... drafts that was kept."""
         return self.kept.get(drafter, np.zeros(0)) / np.maximum(self.offered.get(drafter, np.zeros(0)), 1.0)
 
-    def speed(self, key: Key) -> float:
+    def speed(self, key: Key, hope: float = 0.0) -> float:
         """Expected tokens a second of one sequence, other things equal; what is not measured has none."""
-        return self.tokens(key[1]) / self.round_seconds(key) if key in self.seconds else 0.0
+        return self.tokens(key[1], hope) / self.round_seconds(key) if key in self.seconds else 0.0
 
     def table(self) -> list[dict[str, Any]]:
         rounds = sum(self.chosen.values())
@@ -132,17 +135,19 @@ class Fixed(Controller):
 
 class CostTable(Controller):
     """Each choice is tried at each size; from then on the one with the most expected tokens a second is taken, from
-    the measured cost of its rounds and the drafts that were kept by position. Now and then the one that was not
-    measured for longest is measured again."""
+    the measured cost of its rounds and the drafts that were kept by position. A drafter that was hardly seen is taken
+    for a good one, so that one poor block does not put it aside. Now and then the choice that was not measured for
+    longest is measured again."""
 
     AGAIN = 64  # blocks between two looks at a choice that is not the best
+    HOPE = 64.0  # rounds of a sequence that a drafter is hoped to be good for, beside those that were seen
 
     def choose(self, size: int) -> Choice:
         keys = [(size, choice) for choice in self.choices]
         for key in keys:
             if key not in self.seen.seconds:
                 return key[1]
-        best = max(keys, key=self.seen.speed)
+        best = max(keys, key=lambda key: self.seen.speed(key, self.HOPE))
         if self.seen.blocks % self.AGAIN == self.AGAIN - 1:
             # What is slow by far even if all its drafts stood is not worth the look.
             hopeful = [k for k in keys if (1 + k[1].draft_length) / self.seen.round_seconds(k) > self.seen.speed(best)]
