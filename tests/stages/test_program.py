@@ -121,10 +121,11 @@ def test_a_healthy_run_gets_no_hints_and_says_what_it_compiled(finished):
     assert [phase["health"] for phase in found["phases"]] == [[]] * 5
     assert "measured by a bare matmul" in found["facts"]["peak"]
     first = {entry["name"]: entry for entry in found["phases"][0]["programs"]}
-    assert set(first) == {"update", "decode block"} and first["update"]["shape"] == "1 x 4 x 128"
+    assert set(first) == {"update", "decode block shallow 3"} and first["update"]["shape"] == "1 x 4 x 128"
     assert all(entry[figure] > 0 for entry in first.values() for figure in ("flops", "arguments", "temporaries"))
     assert all(
-        [entry["name"] for entry in phase["programs"]].count("decode block") == 0 for phase in found["phases"][1:]
+        [entry["name"] for entry in phase["programs"]].count("decode block shallow 3") == 0
+        for phase in found["phases"][1:]
     )
     assert found["phases"][0]["buffers"][0] == {"name": "train/params/policy/embedding", "bytes": 512 * 32 * 4}
     page = (finished / "runs/tiny/report.html").read_text()
