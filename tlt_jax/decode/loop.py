@@ -165,7 +165,8 @@ def resized(slots: Slots, where_C: jax.Array) -> Slots:
 
 class BlockStats(NamedTuple):
     """What one block did. rounds: verifications of the pool; calls: of sequences that were not done; emitted: tokens;
-    offered_G, kept_G: how often a draft stood at each position of a sequence's round, and how often it was kept."""
+    offered_G, kept_G: how often there was a draft at each position of a sequence's round, and how often it was kept.
+    Within a block they are each slot's own, so that devices have nothing to tell each other."""
 
     rounds: jax.Array
     calls: jax.Array
@@ -179,7 +180,8 @@ def decode_block(
 ) -> tuple[Slots, BlockStats]:
     """Up to `verifies` rounds of draft and verify, fewer once every slot is done. Nothing from the host inside."""
     exit = jax.tree.map(lambda a: constrain(a, *[None] * a.ndim), exit)  # put together once, not at each draft
-    zero, zeros_G = jnp.int32(0), jnp.zeros(choice.draft_length, jnp.int32)
+    zeros_B = jnp.zeros_like(slots.length_B)
+    zeros_BG = jnp.zeros((*zeros_B.shape, choice.draft_length), jnp.int32)
 
     def going(carry):
         slots, stats = carry
@@ -190,7 +192,9 @@ def decode_block(
         slots, found = draft_and_verify(view, exit, slots, choice, rules)
         return slots, jax.tree.map(jnp.add, stats, found)
 
-    return jax.lax.while_loop(going, one, (slots, BlockStats(zero, zero, zero, zeros_G, zeros_G)))
+    nothing = BlockStats(jnp.int32(0), zeros_B, zeros_B, zeros_BG, zeros_BG)
+    slots, stats = jax.lax.while_loop(going, one, (slots, nothing))
+    return slots, BlockStats(stats.rounds, *(jnp.sum(each, axis=0) for each in stats[1:]))
 
 
 def draft_and_verify(
@@ -278,10 +282,10 @@ def _emit(
     draft_G = jnp.arange(drafts_BG.shape[1])
     stats = BlockStats(
         rounds=jnp.int32(1),
-        calls=jnp.sum(active_B, dtype=jnp.int32),
-        emitted=jnp.sum(count_B, dtype=jnp.int32),
-        offered_G=jnp.sum(draft_G < drafted_B[:, None], axis=0, dtype=jnp.int32),
-        kept_G=jnp.sum((draft_G < accepted_B[:, None]) & active_B[:, None], axis=0, dtype=jnp.int32),
+        calls=active_B.astype(jnp.int32),
+        emitted=count_B,
+        offered_G=(draft_G < drafted_B[:, None]).astype(jnp.int32),
+        kept_G=((draft_G < accepted_B[:, None]) & active_B[:, None]).astype(jnp.int32),
     )
     slots = replace(
         slots,
