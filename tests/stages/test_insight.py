@@ -43,7 +43,7 @@ def watched(**record) -> tuple[SimpleNamespace, Insight]:
         facts={},
         profiler=SimpleNamespace(step=lambda number, arrays: nullcontext(), written=False),
     )
-    engine = SimpleNamespace(block=SimpleNamespace(figures=[]))
+    engine = SimpleNamespace(blocks={"off": SimpleNamespace(figures=[])})
     phase = SimpleNamespace(
         stage="pretrain",
         name="pretrain",
