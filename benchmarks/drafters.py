@@ -8,23 +8,22 @@ the tokens of plain decoding, or part only where the two best logits lie within 
 """
 
 import argparse
-import json
 import platform
 import statistics
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from results import report
 
 from tlt_jax.config import Config, load_config
 from tlt_jax.data import prepare
 from tlt_jax.decode.controller import Fixed
 from tlt_jax.decode.engine import Engine, Request
 from tlt_jax.decode.propose import DRAFTERS, OFF, Choice, Rules
-from tlt_jax.decode.rollout import Rollout, rollout_metrics
+from tlt_jax.decode.rollout import Rollout, joined, rollout_metrics
 from tlt_jax.models.transformer import hidden_states, logits
 from tlt_jax.parallel.mesh import compute_dtype, make_mesh, set_up_devices
 from tlt_jax.rl.rewards import is_valid
@@ -59,14 +58,8 @@ def main() -> None:
     _print(values)
     plain = {name: values[f"off at {name.split(' at ')[1]}"]["tokens_per_second"] for name in values}
     ratios = {name: row["tokens_per_second"] / plain[name] for name, row in values.items()}
-    versions = {"python": platform.python_version()} | {n: version(n) for n in ("jax", "jaxlib", "flax", "numpy")}
     machine = f"{jax.device_count()} x {jax.devices()[0].device_kind}, {platform.machine()}"
-    text = json.dumps(
-        {"benchmark": "drafters", "machine": machine, "versions": versions, "values": values, "ratios": ratios}
-    )
-    if options.json:
-        Path(options.json).write_text(text + "\n")
-    print(text)
+    report("drafters", machine, ("jax", "jaxlib", "flax", "numpy"), values, ratios, options.json)
 
 
 def _options() -> argparse.Namespace:
@@ -120,15 +113,7 @@ def _interleaved(
             if repeat:
                 seconds[drafter].append(time.perf_counter() - start)
                 found[drafter].append(rollout)
-    return {
-        drafter: found[drafter][-1] if temperature == 0 else _joined(found[drafter]) for drafter in engines
-    }, seconds
-
-
-def _joined(rollouts: list[Rollout]) -> Rollout:
-    return Rollout(
-        **{name: np.concatenate([getattr(r, name) for r in rollouts]) for name in Rollout.__dataclass_fields__}
-    )
+    return {drafter: found[drafter][-1] if temperature == 0 else joined(found[drafter]) for drafter in engines}, seconds
 
 
 def _judged(rollout: Rollout, decode) -> dict[str, float]:

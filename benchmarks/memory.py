@@ -9,12 +9,9 @@ the naive one's loss to 1e-5.
 """
 
 import argparse
-import json
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -28,6 +25,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
+from results import report  # noqa: E402
 from shapes import SIZES  # noqa: E402
 
 from tlt_jax.config.device_sections import MeshConfig  # noqa: E402
@@ -92,18 +90,11 @@ def main() -> None:
     apart = [
         n for n, f in found.items() if f.loss is not None and "bfloat16" not in n and abs(f.loss - naive.loss) > CLOSE
     ]
-    result = {
-        "benchmark": "memory",
-        "machine": f"{platform.machine()}, compiled for {DEVICES} simulated CPU devices",
-        "versions": {"python": platform.python_version()} | {n: version(n) for n in ("jax", "jaxlib", "flax", "optax")},
-        "values": {name: f._asdict() for name, f in found.items()}
-        | {"model": options.size, "rows": rows, "context": context, "losses_apart": apart},
-        "ratios": {name: f.size / naive.size for name, f in found.items()},
-    }
-    line = json.dumps(result)
-    if options.json:
-        Path(options.json).write_text(line + "\n")
-    print(line)
+    what = {"model": options.size, "rows": rows, "context": context, "losses_apart": apart}
+    values = {name: f._asdict() for name, f in found.items()} | what
+    ratios = {name: f.size / naive.size for name, f in found.items()}
+    machine = f"{platform.machine()}, compiled for {DEVICES} simulated CPU devices"
+    report("memory", machine, ("jax", "jaxlib", "flax", "optax"), values, ratios, options.json)
     raise SystemExit(1 if apart else 0)
 
 

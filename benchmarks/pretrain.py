@@ -11,7 +11,6 @@ turns too.
 """
 
 import argparse
-import json
 import os
 import platform
 import resource
@@ -20,9 +19,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from results import report
 
 ROWS, CONTEXT, WARM = 8, 256, 2
 WAYS = {"ours": (1, 2), "torch": (1, 2), "tunix": (1,)}  # one JAX device uses all cores
@@ -41,18 +41,8 @@ def main() -> None:
     pythons = {"ours": sys.executable, "torch": sys.executable} | ({"tunix": options.tunix} if options.tunix else {})
     for size in options.size:
         values[size], ratios[size] = _compare(size, pythons, options.rounds, 2 if options.quick else STEPS[size])
-    result = {
-        "benchmark": "pretrain",
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "torch", "transformers")},
-        "values": values,
-        "ratios": ratios,
-    }
-    line = json.dumps(result)
-    if options.json:
-        Path(options.json).write_text(line + "\n")
-    print(line)
+    packages = ("jax", "jaxlib", "flax", "optax", "torch", "transformers")
+    report("pretrain", f"{os.cpu_count()} cores, {platform.machine()}", packages, values, ratios, options.json)
 
 
 def _compare(size: str, pythons: dict[str, str], rounds: int, steps: int) -> tuple[dict[str, Any], dict[str, float]]:

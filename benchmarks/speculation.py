@@ -17,12 +17,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from results import report
 from scipy import stats
 
 from tlt_jax.config import load_config
@@ -31,7 +31,7 @@ from tlt_jax.data import prepare
 from tlt_jax.decode.controller import CONTROLLERS, Controller, Fixed, choices_of
 from tlt_jax.decode.engine import Engine, Request
 from tlt_jax.decode.propose import DRAFTERS, OFF, Rules
-from tlt_jax.decode.rollout import Rollout, rollout_metrics
+from tlt_jax.decode.rollout import Rollout, joined, rollout_metrics
 from tlt_jax.parallel.mesh import compute_dtype, make_mesh, set_up_devices
 from tlt_jax.stages.models import Models, initial_models, model_shape
 
@@ -67,17 +67,8 @@ def main() -> None:
     if theirs is not None:
         theirs.end()
     names = ("jax", "jaxlib", "flax", "numpy") + (() if theirs is None else ("torch", "transformers"))
-    result = {
-        "benchmark": "speculation",
-        "machine": f"{jax.device_count()} x {jax.devices()[0].device_kind}, {platform.machine()}",
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
-        "values": values,
-        "ratios": ratios,
-    }
-    line = json.dumps(result)
-    if options.json:
-        Path(options.json).write_text(line + "\n")
-    print(line)
+    machine = f"{jax.device_count()} x {jax.devices()[0].device_kind}, {platform.machine()}"
+    report("speculation", machine, names, values, ratios, options.json)
 
 
 def _compare(
@@ -113,7 +104,7 @@ def _compare(
                     speeds.setdefault(name, []).append(speed)
     values = {name: {"tokens_per_second": statistics.median(found)} for name, found in speeds.items()}
     for name, engine in engines.items():
-        values[name] |= _figures(engine, _joined(rollouts[name]))
+        values[name] |= _figures(engine, joined(rollouts[name]))
     return values, {name: _paired(found, speeds["off"]) for name, found in speeds.items()}
 
 
@@ -161,12 +152,6 @@ def _paired(speeds: list[float], plain: list[float]) -> dict[str, float]:
         "low": float(np.exp(logs.mean() - half)),
         "high": float(np.exp(logs.mean() + half)),
     }
-
-
-def _joined(rollouts: list[Rollout]) -> Rollout:
-    return Rollout(
-        **{name: np.concatenate([getattr(r, name) for r in rollouts]) for name in Rollout.__dataclass_fields__}
-    )
 
 
 def _print(where: str, values: dict[str, Any], ratios: dict[str, Any]) -> None:

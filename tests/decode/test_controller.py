@@ -5,6 +5,7 @@ import pytest
 
 from tlt_jax.config import load_config
 from tlt_jax.decode.controller import CONTROLLERS, Block, CostTable, Fixed, Seen, choices_of, make_controller, reward
+from tlt_jax.decode.loop import BlockStats
 from tlt_jax.decode.propose import DRAFTERS, OFF, Choice
 
 CHOICES = choices_of(["shallow", "ngram", "off"], [2, 6])
@@ -23,7 +24,7 @@ def play(controller, cost, blocks: int, size: int = 8, seed: int = 0, kept=KEPT)
         seconds = rounds * cost(size, choice) * random.uniform(0.97, 1.03)
         emitted = int(calls + accepted.sum())
         offered = np.full(choice.draft_length, calls)
-        controller.observe(Block(size, choice, seconds, rounds, calls, emitted, offered, accepted))
+        controller.observe(Block(size, choice, seconds, BlockStats(rounds, calls, emitted, offered, accepted)))
     return chosen
 
 
@@ -81,7 +82,7 @@ def test_one_poor_block_does_not_put_a_drafter_aside():
     controller = CostTable(CHOICES)
     for choice in CHOICES:
         nothing = np.zeros(choice.draft_length)
-        controller.observe(Block(1, choice, 8 * wide(1, choice), 8, 8, 8, nothing + 8, nothing))
+        controller.observe(Block(1, choice, 8 * wide(1, choice), BlockStats(8, 8, 8, nothing + 8, nothing)))
     later = play(controller, wide, 300, size=1)
     assert later[-100:].count(Choice("shallow", 6)) > 95
 
@@ -95,13 +96,13 @@ def test_where_nothing_can_be_better_the_cost_table_stays_with_the_best():
 def test_what_was_seen_by_hand():
     seen = Seen()
     choice = Choice("shallow", 3)
-    seen.add(Block(8, choice, 0.4, 2, 10, 22, np.array([10, 10, 10]), np.array([8, 4, 0])))
-    seen.add(Block(8, choice, 0.8, 2, 10, 22, np.array([10, 10, 10]), np.array([8, 4, 0])))
-    seen.add(Block(8, choice, 0.5, 2, 10, 22, np.array([10, 10, 10]), np.array([8, 4, 0])))
+    seen.add(Block(8, choice, 0.4, BlockStats(2, 10, 22, np.array([10, 10, 10]), np.array([8, 4, 0]))))
+    seen.add(Block(8, choice, 0.8, BlockStats(2, 10, 22, np.array([10, 10, 10]), np.array([8, 4, 0]))))
+    seen.add(Block(8, choice, 0.5, BlockStats(2, 10, 22, np.array([10, 10, 10]), np.array([8, 4, 0]))))
     assert seen.round_seconds((8, choice)) == 0.25
     assert seen.survival(choice) == pytest.approx([0.8, 0.4, 0.0], abs=1e-6)
     # A drafter that seldom drafts: what it offers is nearly always kept, and helps little.
-    seen.add(Block(8, Choice("ngram", 1), 0.4, 2, 10, 12, np.array([2]), np.array([2])))
+    seen.add(Block(8, Choice("ngram", 1), 0.4, BlockStats(2, 10, 12, np.array([2]), np.array([2]))))
     assert seen.acceptance("ngram") == pytest.approx([1.0])
     assert seen.tokens(Choice("ngram", 1)) == pytest.approx(1.2)
     assert seen.survival(Choice("shallow", 2)) == pytest.approx([0.8, 0.4], abs=1e-6)
@@ -109,12 +110,14 @@ def test_what_was_seen_by_hand():
     row = next(row for row in seen.table() if row["drafter"] == "shallow")
     assert row["round_ms"] == 250 and row["tokens_per_second"] == pytest.approx(8 * 2.2 / 0.25, rel=1e-5)
     assert row["share"] == 6 / 8
-    assert reward(Block(8, choice, 0.5, 2, 10, 22, np.zeros(3), np.zeros(3))) == pytest.approx(2.2 * 2 / 0.5)
+    assert reward(Block(8, choice, 0.5, BlockStats(2, 10, 22, np.zeros(3), np.zeros(3)))) == pytest.approx(
+        2.2 * 2 / 0.5
+    )
 
 
 def test_a_block_in_which_nothing_was_done_says_nothing():
     seen = Seen()
-    seen.add(Block(8, OFF, 0.4, 0, 0, 0, np.zeros(0), np.zeros(0)))
+    seen.add(Block(8, OFF, 0.4, BlockStats(0, 0, 0, np.zeros(0), np.zeros(0))))
     assert seen.table() == []
 
 

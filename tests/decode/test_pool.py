@@ -100,9 +100,10 @@ def test_requests_that_come_one_by_one_make_the_pool_grow():
         assert row["tokens_BT"].tolist() == expected.tokens_BT[number].tolist()
 
 
-def test_nothing_is_compiled_after_the_warm_up():
+@pytest.mark.parametrize("drafter", ["shallow", "ngram"])
+def test_nothing_is_compiled_after_the_warm_up(drafter):
     """Twenty steps of prompts of all lengths and numbers."""
-    e, compiled, active = engine(Choice("shallow", 2)), [], False
+    e, compiled, active = engine(Choice(drafter, 2), ngram_siblings=2, ngram_history=2), [], False
 
     def listen(event: str, duration: float, **_) -> None:
         if active and event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
@@ -149,6 +150,21 @@ def test_a_stop_string_cuts_tokens_and_log_probs_where_it_stands():
         np.testing.assert_allclose(rollout.policy_logp_BT[i, :end], whole.policy_logp_BT[i, :end], atol=1e-6)
         assert not rollout.policy_logp_BT[i, end:].any() and not rollout.tokens_BT[i, end:].any() and end > start
     assert [len(c) for c in rollout.completions()] == rollout.completion_length_B.tolist()
+
+
+def test_a_slot_whose_sequence_a_stop_ended_is_free_on_the_device_too():
+    e = shared()
+    view = e.view(MODEL)
+    request = replace(requests(6)[5], max_new_tokens=MAX_NEW)
+    whole = tokens_of(e.run(view, EXIT, [request]))[0]
+    e.reset()
+    with jax.set_mesh(e.mesh):
+        e.admit(view, [(0, replace(request, stop=(text(whole[:1]),)))])
+        assert list(e.step(view, EXIT)) == [0]
+        assert e._state.done_B.all() and e.active == 0
+        calls = int(e._state.target_calls_B[0])
+        e.step(view, EXIT)
+    assert int(e._state.target_calls_B[0]) == calls < MAX_NEW
 
 
 def test_the_first_stop_is_the_shortest_prefix_that_holds_one():

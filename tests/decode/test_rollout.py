@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tlt_jax.decode.rollout import Rollout, is_loop, rollout_metrics
+from tlt_jax.decode.rollout import Rollout, is_loop, joined, rollout_metrics
 
 
 def rollout(prompt_length, length, ended, total: int = 8, **counts) -> Rollout:
@@ -30,6 +30,14 @@ def test_masks_and_completions_by_hand():
     assert [c.tolist() for c in r.completions()] == [[3, 4], [4, 5, 6, 7, 8], []]
     # One that a stop string ended has no EOS to leave out.
     assert [c.tolist() for c in rollout([2], [5], [True], stopped_B=[True]).completions()] == [[3, 4, 5]]
+
+
+def test_joined_rollouts_are_selected_apart_again():
+    parts = rollout([1, 2], [4, 5], [True, False]), rollout([3], [6], [True], target_calls_B=[7])
+    both = joined(parts)
+    for part, rows in zip(parts, ([0, 1], [2]), strict=True):
+        for name in Rollout.__dataclass_fields__:
+            np.testing.assert_array_equal(getattr(both.select(np.array(rows)), name), getattr(part, name))
 
 
 @pytest.mark.parametrize("index", [np.array([2, 0]), np.array([True, False, True])])

@@ -45,7 +45,7 @@ def usable_path(text: str) -> str:
 PathText = Annotated[str, AfterValidator(usable_path)]
 PathOrNone = Annotated[str, AfterValidator(lambda text: text and usable_path(text))]  # "" for none
 PositiveInt = Annotated[int, Field(ge=1, le=LARGEST_INT)]
-BatchSize = Annotated[int, Field(ge=1, le=2**20)]  # rows, or tokens of a row: more is a slip of the key
+AxisSize = Annotated[int, Field(ge=1, le=2**20)]  # rows, or tokens of a row: more is a slip of the key
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]

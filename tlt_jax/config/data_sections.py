@@ -6,7 +6,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from tlt_jax.config.base import (
     LARGEST_INT,
-    BatchSize,
+    AxisSize,
     CheckName,
     PathText,
     PositiveInt,
@@ -87,7 +87,7 @@ class DataConfig(Section):
     source: SourceConfig = SourceConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     tasks: TasksConfig = TasksConfig()
-    context_length: BatchSize = Field(128, ge=8, description="tokens in a packed training row")
+    context_length: AxisSize = Field(128, ge=8, description="tokens in a packed training row")
     held_out_fraction: float = Field(0.05, gt=0.0, lt=1.0, description="share of the files kept for evaluation")
     workers: int = Field(
         1, ge=0, le=256, description="threads that read batches ahead; 0: the step reads its own. The order is the same"

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 
 from tlt_jax.config.base import (
     LARGEST_INT,
-    BatchSize,
+    AxisSize,
     NonNegativeFloat,
     PathText,
     PositiveFloat,
@@ -95,7 +95,7 @@ class EvaluationConfig(Section):
     """What evaluations look at."""
 
     prompts: PositiveInt = Field(256, description="held-out prompts completed at each evaluation of completions")
-    batch_size: BatchSize = Field(64, description="rows of an evaluation's batch")
+    batch_size: AxisSize = Field(64, description="rows of an evaluation's batch")
 
 
 class CheckpointConfig(Section):

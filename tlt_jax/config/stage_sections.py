@@ -5,7 +5,7 @@ from pydantic import Field, model_validator
 from tlt_jax.config.base import (
     LARGEST_INT,
     Aggregation,
-    BatchSize,
+    AxisSize,
     DecayName,
     Fraction,
     KLController,
@@ -39,7 +39,7 @@ class OptimizerConfig(Section):
 class PretrainConfig(Section):
     """Stage 1: next-token training."""
 
-    batch_size: BatchSize = Field(32, description="rows of context_length tokens an update")
+    batch_size: AxisSize = Field(32, description="rows of context_length tokens an update")
     accumulation: PositiveInt = Field(1, description="microbatches an update; divides batch_size")
     exit_weight: NonNegativeFloat = Field(
         0.3, description="weight of the early exit's loss, which trains the shallow drafter"
@@ -53,7 +53,7 @@ class WarmupConfig(Section):
     """Supervised warm-up: next-token loss on the completion alone."""
 
     share: Fraction = Field(0.3, description="largest share of the stage's budget")
-    batch_size: BatchSize = Field(32, description="packed rows an update")
+    batch_size: AxisSize = Field(32, description="packed rows an update")
     accumulation: PositiveInt = Field(1, description="microbatches an update; divides batch_size")
     exit_weight: NonNegativeFloat = Field(0.3, description="weight of the early exit's loss")
     eval_every: PositiveInt = Field(25, description="steps between evaluations")
@@ -119,7 +119,7 @@ class RewardModelConfig(Section):
     pairs: PositiveInt = Field(1024, description="pairs asked for, of training files")
     held_out_pairs: PositiveInt = Field(256, description="pairs asked for, of held-out files")
     length_tolerance: NonNegativeFloat = Field(0.25, description="largest relative difference in length within a pair")
-    batch_size: BatchSize = Field(32, description="pairs an update")
+    batch_size: AxisSize = Field(32, description="pairs an update")
     accumulation: PositiveInt = Field(1, description="microbatches an update; divides batch_size")
     eval_every: PositiveInt = Field(25, description="steps between evaluations")
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-4)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tlt_jax.config.schema import SpeculationConfig
+from tlt_jax.decode.loop import BlockStats
 from tlt_jax.decode.propose import DRAFTERS, OFF, Choice
 
 Key = tuple[int, Choice]  # the pool's size, and the choice
@@ -20,16 +21,12 @@ Key = tuple[int, Choice]  # the pool's size, and the choice
 
 @dataclass(frozen=True)
 class Block:
-    """What one block did: see `BlockStats`; `size` is the pool's, `seconds` from its start to its last result."""
+    """What one block did, on the host; `size` is the pool's, `seconds` from its start to its last result."""
 
     size: int
     choice: Choice
     seconds: float
-    rounds: int
-    calls: int
-    emitted: int
-    offered: np.ndarray
-    kept: np.ndarray
+    stats: BlockStats
 
 
 class Seen:
@@ -50,16 +47,16 @@ class Seen:
         self.blocks = 0
 
     def add(self, block: Block) -> None:
-        if not block.rounds:
+        stats, key = block.stats, (block.size, block.choice)
+        if not stats.rounds:
             return
-        key = (block.size, block.choice)
         self.blocks += 1
         self.last[key] = self.blocks
-        self.chosen[key] += block.rounds
-        self.seconds.setdefault(key, deque(maxlen=self.RECENT)).append(block.seconds / block.rounds)
-        name, length, fade = block.choice.drafter, block.choice.draft_length, 0.5 ** (block.calls / self.HALF)
-        asked = np.full(length, float(block.calls))
-        for store, new in ((self.asked, asked), (self.offered, block.offered), (self.kept, block.kept)):
+        self.chosen[key] += int(stats.rounds)
+        self.seconds.setdefault(key, deque(maxlen=self.RECENT)).append(block.seconds / int(stats.rounds))
+        name, length, fade = block.choice.drafter, block.choice.draft_length, 0.5 ** (int(stats.calls) / self.HALF)
+        asked = np.full(length, float(stats.calls))
+        for store, new in ((self.asked, asked), (self.offered, stats.offered_G), (self.kept, stats.kept_G)):
             store[name] = fade * _wide(store.get(name), length)
             store[name][:length] += new
 
@@ -176,7 +173,7 @@ class Bandit(Controller):
 
     def observe(self, block: Block) -> None:
         self.seen.add(block)
-        if block.calls:
+        if block.stats.calls:
             rewards = self._rewards.setdefault((block.size, block.choice), deque(maxlen=self.WINDOW))
             rewards.append(reward(block))
 
@@ -203,7 +200,7 @@ class PolicyGradient(Controller):
 
     def observe(self, block: Block) -> None:
         self.seen.add(block)
-        if not block.calls:
+        if not block.stats.calls:
             return
         gain, size = reward(block), block.size
         mean = self._mean.get(size, gain)
@@ -217,7 +214,8 @@ class PolicyGradient(Controller):
 
 def reward(block: Block) -> float:
     """Tokens a second of one sequence of the block, so that a pool that empties does not look slow."""
-    return block.emitted / block.calls * block.rounds / block.seconds
+    stats = block.stats
+    return float(stats.emitted / stats.calls * stats.rounds / block.seconds)
 
 
 CONTROLLERS: dict[str, Callable[..., Controller]] = {

@@ -20,7 +20,6 @@ from tlt_jax.decode.controller import Block, Controller
 from tlt_jax.decode.history import History
 from tlt_jax.decode.loop import (
     Admission,
-    BlockStats,
     Slots,
     decode_block,
     empty_slots,
@@ -110,7 +109,6 @@ class Engine:
         self._eos = tuple(eos)
         self._ends = max(most_ends, len(self._eos), 1)
         self._slots_lie = slots_lie = slot_shardings(shape, mesh)
-        stats_lie = replicated(mesh)
         self._view = jax.jit(partial(decode_view, dtype=dtype), out_shardings=view_shardings(shape, mesh))
         self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=slots_lie)
         self._resized = jax.jit(resized, out_shardings=slots_lie)
@@ -120,7 +118,7 @@ class Engine:
                 jax.jit(
                     partial(decode_block, choice=choice, rules=rules, verifies=block_verifies),
                     donate_argnums=2,
-                    out_shardings=(slots_lie, stats_lie),
+                    out_shardings=(slots_lie, replicated(mesh)),
                 ),
                 mesh,
                 varies=2,
@@ -200,11 +198,12 @@ class Engine:
         self._state, stats = self.blocks[choice](view, exit, self._state)
         done, stats = to_host((self._state.done_B, stats))
         seconds = time.perf_counter() - start
-        self.controller.observe(_block_of(len(self._owner), choice, seconds, stats))
+        self.controller.observe(Block(len(self._owner), choice, seconds, stats))
         stopped = self._stopped()
-        finished = [
-            slot for slot, owner in enumerate(self._owner) if owner is not None and (done[slot] or slot in stopped)
-        ]
+        if stopped:  # the device does not know it yet
+            done = np.isin(np.arange(len(done)), list(stopped)) | done
+            self._state = replace(self._state, done_B=put(done, self._row))
+        finished = [slot for slot, owner in enumerate(self._owner) if owner is not None and done[slot]]
         if not finished:
             return {}
         host = to_host({name: getattr(self._state, name) for name in _FIELDS})
@@ -331,19 +330,6 @@ def _pool_sizes(slots: int, sizes: int, parts: int) -> list[int]:
     while len(found) < sizes and found[-1] > parts:
         found.append(-(-found[-1] // (SHRINK * parts)) * parts)
     return found
-
-
-def _block_of(size: int, choice: Choice, seconds: float, stats: BlockStats) -> Block:
-    return Block(
-        size,
-        choice,
-        seconds,
-        int(stats.rounds),
-        int(stats.calls),
-        int(stats.emitted),
-        np.asarray(stats.offered_G),
-        np.asarray(stats.kept_G),
-    )
 
 
 def _cut(row: dict[str, np.ndarray], length: int | None) -> dict[str, np.ndarray]:

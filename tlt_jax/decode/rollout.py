@@ -1,5 +1,6 @@
 """What decoding gives back, on the host."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -50,6 +51,11 @@ class Rollout:
     def select(self, index: Any) -> "Rollout":
         """The sequences that `index` (an array of indices or a mask) picks."""
         return Rollout(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+
+def joined(rollouts: Sequence[Rollout]) -> Rollout:
+    """The sequences of all, one after the other."""
+    return Rollout(**{f.name: np.concatenate([getattr(r, f.name) for r in rollouts]) for f in fields(Rollout)})
 
 
 def is_loop(tokens: np.ndarray, window: int = 64, longest_period: int = 16) -> bool:

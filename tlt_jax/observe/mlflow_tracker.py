@@ -41,7 +41,7 @@ class MlflowTracker:
             opening.keep("mlflow", place, self._id)
         known = self._client.get_run(self._id).data
         self._logged = int(known.metrics.get("step", opening.logged if known.metrics else 0))
-        self._waiting = [row for row in opening.rows if row["step"] < opening.first] if kept else []
+        self._waiting = [row for row in opening.rows if self._logged < row["step"] < opening.first] if kept else []
         new = [Param(key, value) for key, value in _dotted(opening.hyperparameters) if key not in known.params]
         for start in range(0, len(new), PARAMS_A_CALL):
             self._client.log_batch(self._id, params=new[start : start + PARAMS_A_CALL])
