@@ -32,6 +32,7 @@ from tlt_jax.decode.controller import CONTROLLERS, Controller, Fixed, choices_of
 from tlt_jax.decode.engine import Engine, Request
 from tlt_jax.decode.propose import DRAFTERS, OFF, Rules
 from tlt_jax.decode.rollout import Rollout, joined, rollout_metrics
+from tlt_jax.decode.verify import VERIFIERS
 from tlt_jax.parallel.mesh import compute_dtype, make_mesh, set_up_devices
 from tlt_jax.stages.models import Models, initial_models, model_shape
 
@@ -81,7 +82,10 @@ def _compare(
     options: argparse.Namespace,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """({variant: figures}, {variant: ratio to off, and its interval}) after `rounds` rounds of all in turn."""
-    engines = {name: _engine(config, models, controller, batch) for name, controller in _variants(options.lengths)}
+    engines = {
+        name: _engine(config, models, controller, batch, options.verification)
+        for name, controller in _variants(options.lengths)
+    }
     count = max(options.sequences, 2 * batch)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     rollouts: dict[str, list[Rollout]] = {name: [] for name in engines}
@@ -116,7 +120,7 @@ def _variants(lengths: list[int]) -> Iterator[tuple[str, Controller]]:
         yield f"auto, {name}", controller(choices_of(drafters, lengths), 0)
 
 
-def _engine(config: Config, models: Models, controller: Controller, batch: int) -> Engine:
+def _engine(config: Config, models: Models, controller: Controller, batch: int, verification: str) -> Engine:
     speculation = config.speculation
     return Engine(
         models.policy.shape,
@@ -127,7 +131,11 @@ def _engine(config: Config, models: Models, controller: Controller, batch: int) 
         eos=[models.policy.shape.vocab],  # never drawn: all completions are of one length
         controller=controller,
         dtype=compute_dtype(config.device),
-        rules=Rules(ngram_siblings=speculation.ngram_siblings, ngram_history=speculation.ngram_history),
+        rules=Rules(
+            verification=verification,
+            ngram_siblings=speculation.ngram_siblings,
+            ngram_history=speculation.ngram_history,
+        ),
         block_verifies=speculation.block_verifies,
     )
 
@@ -237,6 +245,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 32], help="sequences decoded together")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="draft lengths")
+    parser.add_argument("--verification", default="block", choices=list(VERIFIERS))
     parser.add_argument("--rounds", type=int, default=5, help="in which all variants take turns")
     parser.add_argument("--sequences", type=int, default=4, help="of a round, at least; two batches at least")
     parser.add_argument("--no-transformers", action="store_true", help="leave the extra `parity` out")

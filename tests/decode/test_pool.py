@@ -1,5 +1,6 @@
 """The pool of slots: it shrinks and grows, compiles nothing after its warm-up, and knows each request's own ends."""
 
+import time
 from dataclasses import replace
 from functools import cache
 
@@ -80,6 +81,18 @@ def test_a_pool_that_shrinks_gives_what_one_that_does_not_gives(monkeypatch):
     assert tokens_of(shrinking) == tokens_of(expected)
     np.testing.assert_allclose(shrinking.policy_logp_BT, expected.policy_logp_BT, atol=1e-5)
     np.testing.assert_array_equal(shrinking.target_calls_B, expected.target_calls_B)
+
+
+def test_the_time_of_a_block_is_not_that_of_the_prompts_before_it(monkeypatch):
+    """What a controller learns of a block's cost would be wrong wherever prompts were admitted before it."""
+    e, seen = shared(), []
+    view = e.view(MODEL)
+    monkeypatch.setattr(e.controller, "observe", lambda block: seen.append(block))
+    ready = jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda tree: (time.sleep(0.5), ready(tree))[1])
+    start = time.perf_counter()
+    e.run(view, EXIT, requests(2))
+    assert time.perf_counter() - start > 0.5 and seen and max(block.seconds for block in seen) < 0.4
 
 
 def test_requests_that_come_one_by_one_make_the_pool_grow():

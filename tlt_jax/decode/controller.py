@@ -131,18 +131,20 @@ class Fixed(Controller):
 
 
 class CostTable(Controller):
-    """Each choice is tried at each size; from then on the one with the most expected tokens a second is taken, from
-    the measured cost of its rounds and the drafts that were kept by position. A drafter that was hardly seen is taken
-    for a good one, so that one poor block does not put it aside. Now and then the choice that was not measured for
-    longest is measured again."""
+    """Each choice is tried `TRIES` times at each size, since the first time of a program can be four times as slow as
+    those after it, and the median is what counts. From then on the one is taken with the most expected tokens a
+    second, from the measured cost of its rounds and the drafts that were kept by position. A drafter that was hardly
+    seen is taken for a good one, so that one poor block does not put it aside. Now and then the choice that was not
+    measured for longest is measured again."""
 
+    TRIES = 3
     AGAIN = 64  # blocks between two looks at a choice that is not the best
     HOPE = 64.0  # rounds of a sequence that a drafter is hoped to be good for, beside those that were seen
 
     def choose(self, size: int) -> Choice:
         keys = [(size, choice) for choice in self.choices]
         for key in keys:
-            if key not in self.seen.seconds:
+            if len(self.seen.seconds.get(key, ())) < self.TRIES:
                 return key[1]
         best = max(keys, key=lambda key: self.seen.speed(key, self.HOPE))
         if self.seen.blocks % self.AGAIN == self.AGAIN - 1:

@@ -194,6 +194,7 @@ class Engine:
         if self._history is not None and self._history.changed:
             prompts = [owner and owner[1].prompt for owner in self._owner]
             self._state = replace(self._state, sources=put(self._history.sources(prompts), self._row))
+        jax.block_until_ready(self._state)  # prompts that were just admitted are not the block's time
         start = time.perf_counter()
         self._state, stats = self.blocks[choice](view, exit, self._state)
         done, stats = to_host((self._state.done_B, stats))
