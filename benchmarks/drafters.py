@@ -21,8 +21,9 @@ from results import report
 from tlt_jax.config import Config, load_config
 from tlt_jax.data import prepare
 from tlt_jax.decode.controller import Fixed
+from tlt_jax.decode.drafters import DRAFTERS
 from tlt_jax.decode.engine import Engine, Request
-from tlt_jax.decode.propose import DRAFTERS, OFF, Choice, Rules
+from tlt_jax.decode.propose import OFF, Choice, Rules
 from tlt_jax.decode.rollout import Rollout, joined, rollout_metrics
 from tlt_jax.models.transformer import hidden_states, logits
 from tlt_jax.parallel.mesh import compute_dtype, make_mesh, set_up_devices
@@ -107,9 +108,9 @@ def _interleaved(
                 Request(prompt, config.data.tasks.max_completion_tokens, 1_000_000 * repeat + i, temperature)
                 for i, prompt in enumerate(prompts)
             ]
-            view = engine.view(models.policy)
+            view = engine.view(models.policy, models.exit)
             start = time.perf_counter()
-            rollout = engine.run(view, models.exit, requests)
+            rollout = engine.run(view, requests)
             if repeat:
                 seconds[drafter].append(time.perf_counter() - start)
                 found[drafter].append(rollout)

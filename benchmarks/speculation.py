@@ -29,8 +29,9 @@ from tlt_jax.config import load_config
 from tlt_jax.config.schema import Config
 from tlt_jax.data import prepare
 from tlt_jax.decode.controller import CONTROLLERS, Controller, Fixed, choices_of
+from tlt_jax.decode.drafters import DRAFTERS
 from tlt_jax.decode.engine import Engine, Request
-from tlt_jax.decode.propose import DRAFTERS, OFF, Rules
+from tlt_jax.decode.propose import OFF, Rules
 from tlt_jax.decode.rollout import Rollout, joined, rollout_metrics
 from tlt_jax.decode.verify import VERIFIERS
 from tlt_jax.parallel.mesh import compute_dtype, make_mesh, set_up_devices
@@ -89,15 +90,15 @@ def _compare(
     count = max(options.sequences, 2 * batch)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     rollouts: dict[str, list[Rollout]] = {name: [] for name in engines}
-    view = next(iter(engines.values())).view(models.policy)
+    view = next(iter(engines.values())).view(models.policy, models.exit)
     for engine in engines.values():
-        engine.warm_up(view, models.exit)
+        engine.warm_up(view)
     for round in range(options.rounds + 1):  # the first is not counted: pages and caches get warm, controllers learn
         some = [prompts[(round * count + i) % len(prompts)] for i in range(count)]
         for name, engine in engines.items():
             requests = [Request(p, NEW, 1_000_000 * round + i, temperature) for i, p in enumerate(some)]
             start = time.perf_counter()
-            rollout = engine.run(view, models.exit, requests)
+            rollout = engine.run(view, requests)
             if round:
                 speeds[name].append(rollout.completion_length_B.sum() / (time.perf_counter() - start))
                 rollouts[name].append(rollout)

@@ -78,7 +78,7 @@ def test_all_keys_are_the_leaves():
 def registries():
     from tlt_jax.data.sources import SOURCES
     from tlt_jax.decode.controller import CONTROLLERS
-    from tlt_jax.decode.propose import DRAFTERS
+    from tlt_jax.decode.drafters import DRAFTERS
     from tlt_jax.decode.verify import VERIFIERS
     from tlt_jax.observe.trackers import TRACKERS
     from tlt_jax.rl.rewards import REWARDS

@@ -5,8 +5,9 @@ import pytest
 
 from tlt_jax.config import load_config
 from tlt_jax.decode.controller import CONTROLLERS, Block, CostTable, Fixed, Seen, choices_of, make_controller, reward
+from tlt_jax.decode.drafters import DRAFTERS
 from tlt_jax.decode.loop import BlockStats
-from tlt_jax.decode.propose import DRAFTERS, OFF, Choice
+from tlt_jax.decode.propose import OFF, Choice
 
 CHOICES = choices_of(["shallow", "ngram", "off"], [2, 6])
 KEPT = {"shallow": 0.8, "ngram": 0.3, "off": 0.0}  # the chance that a draft stands, if those before it do

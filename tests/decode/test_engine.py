@@ -16,6 +16,7 @@ from tlt_jax.decode.loop import decode_block, empty_slots
 from tlt_jax.decode.propose import OFF, Choice, Rules
 from tlt_jax.models.declare import Declare
 from tlt_jax.models.decode_view import decode_view
+from tlt_jax.models.eagle import Eagle
 from tlt_jax.models.heads import ShallowExit
 from tlt_jax.models.transformer import ModelShape, Transformer
 
@@ -48,7 +49,7 @@ def engine(drafter: str, slots: int = 16) -> Engine:
 
 def complete(drafter: str, requests, pair=(MODEL, EXIT), slots: int = 16, eos: int = NO_EOS):
     e = engine(drafter, slots)
-    return e.run(e.view(pair[0]), pair[1], [replace(request, ends=(eos,)) for request in requests])
+    return e.run(e.view(*pair), [replace(request, ends=(eos,)) for request in requests])
 
 
 @cache
@@ -223,7 +224,7 @@ def test_log_probs_are_those_of_the_training_forward_pass():
 def test_a_request_that_does_not_fit_is_refused_and_takes_no_slot(request_, expected):
     e = engine("off")
     with pytest.raises(ConfigError, match=expected):
-        e.run(e.view(MODEL), EXIT, [requests(1.0)[0], request_])
+        e.run(e.view(MODEL, EXIT), [requests(1.0)[0], request_])
     assert e.free == 16
 
 
@@ -249,17 +250,17 @@ WIDE = ModelShape(
 )
 
 
-@pytest.mark.parametrize("drafter", ["shallow", "off"])
+@pytest.mark.parametrize("drafter", ["shallow", "eagle", "off"])
 def test_a_decode_blocks_temporaries_are_a_small_share_of_the_weights(drafter):
     def abstract(build):
         return build(Declare(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32)))
 
-    exit = abstract(lambda d: ShallowExit(WIDE, d))
-    view = jax.eval_shape(partial(decode_view, dtype=jnp.float32), abstract(lambda d: Transformer(WIDE, d)))
-    slots = jax.eval_shape(partial(empty_slots, WIDE, 2, 16, 1, Rules(), jnp.float32))
+    transformer, exit, eagle = (abstract(partial(build, WIDE)) for build in (Transformer, ShallowExit, Eagle))
+    view = jax.eval_shape(partial(decode_view, dtype=jnp.float32), transformer, exit, eagle)
+    slots = jax.eval_shape(partial(empty_slots, WIDE, 2, 16, 1, Rules(), jnp.float32, True))
     choice = OFF if drafter == "off" else Choice(drafter, G)
-    block = jax.jit(partial(decode_block, choice=choice, rules=Rules(), verifies=8), donate_argnums=2)
-    temporaries = block.lower(view, exit, slots).compile().memory_analysis().temp_size_in_bytes
+    block = jax.jit(partial(decode_block, choice=choice, rules=Rules(), verifies=8), donate_argnums=1)
+    temporaries = block.lower(view, slots).compile().memory_analysis().temp_size_in_bytes
     weights = sum(leaf.size * 4 for leaf in jax.tree.leaves(view))
     assert weights > 10 * 2**20
     assert temporaries < 0.1 * weights, f"{temporaries / weights:.0%} of the weights"

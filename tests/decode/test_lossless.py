@@ -15,7 +15,7 @@ import pytest
 from support import tiny
 from support.enumeration import EOS, VOCAB, Setting, exact, holm_rejects, mean_total_variation, p_value
 
-from tlt_jax.decode import loop, propose, verify
+from tlt_jax.decode import drafters, loop, shallow, verify
 from tlt_jax.decode.controller import Fixed
 from tlt_jax.decode.engine import Engine, Request
 from tlt_jax.decode.propose import OFF, Choice, Rules
@@ -37,6 +37,7 @@ FILTERED = [
 SAMPLES = 1500
 MODEL = tiny.transformer(SHAPE, seed=6, scale=2.0)
 EXIT = tiny.shallow_exit(SHAPE, seed=6, scale=2.0)
+EAGLE = tiny.eagle(SHAPE, seed=6, scale=2.0)
 
 
 def sample(choice: Choice, settings: list[Setting], rules: Rules, samples: int):
@@ -61,7 +62,7 @@ def sample(choice: Choice, settings: list[Setting], rules: Rules, samples: int):
         block_verifies=2,
         sizes=2,
     )
-    return cells, order, length, engine.run(engine.view(MODEL), EXIT, requests)
+    return cells, order, length, engine.run(engine.view(MODEL, EXIT, EAGLE), requests)
 
 
 def cell_p_values(
@@ -119,7 +120,7 @@ def test_they_are_with_drafts_of_every_length(verification):
 def check(verification: str, by_length: dict[int, list[Setting]]) -> None:
     p_values = cell_p_values(OFF, FILTERED, verification)
     for draft_length, settings in by_length.items():
-        for drafter in ("shallow", "ngram"):
+        for drafter in ("shallow", "eagle", "ngram"):
             p_values += cell_p_values(Choice(drafter, draft_length), settings, verification)
     assert not holm_rejects(p_values), f"smallest of {len(p_values)} p-values: {min(p_values):.2e}"
 
@@ -137,8 +138,8 @@ def _bonus_from_the_wrong_row(original):
     return mutated
 
 
-def _q_after_filters_the_draft_did_not_use(view, exit, context, choice, rules):
-    proposal = propose.propose_shallow(view, exit, context, choice, replace(rules, filtered=False))
+def _q_after_filters_the_draft_did_not_use(view, context, choice, rules):
+    proposal = shallow.propose_shallow(view, context, choice, replace(rules, filtered=False))
     return proposal._replace(q_BGV=_filter(proposal.q_BGV, context.sampling))
 
 
@@ -178,7 +179,7 @@ MUTATIONS = {
         verify, "_residual", _bonus_from_the_wrong_row(verify._residual)
     ),
     "q after filters that the draft did not use": lambda patch: patch.setitem(
-        propose.DRAFTERS, "shallow", _q_after_filters_the_draft_did_not_use
+        drafters.DRAFTERS, "shallow", _q_after_filters_the_draft_did_not_use
     ),
     "the drafts' noise in the residual's draw": lambda patch: patch.setattr(
         loop, "round_noise", _the_drafts_noise_again(loop.round_noise)

@@ -74,10 +74,10 @@ def test_a_pool_that_shrinks_gives_what_one_that_does_not_gives(monkeypatch):
     e, sizes = shared(), []
     step = e.step
     monkeypatch.setattr(e, "step", lambda *given: (sizes.append(len(e._owner)), step(*given))[1])
-    shrinking = e.run(e.view(MODEL), EXIT, requests())
+    shrinking = e.run(e.view(MODEL, EXIT), requests())
     assert sizes == sorted(sizes, reverse=True) and set(sizes) == {16, 4, 1}
     plain = engine(sizes=1)
-    expected = plain.run(plain.view(MODEL), EXIT, requests())
+    expected = plain.run(plain.view(MODEL, EXIT), requests())
     assert tokens_of(shrinking) == tokens_of(expected)
     np.testing.assert_allclose(shrinking.policy_logp_BT, expected.policy_logp_BT, atol=1e-5)
     np.testing.assert_array_equal(shrinking.target_calls_B, expected.target_calls_B)
@@ -86,29 +86,29 @@ def test_a_pool_that_shrinks_gives_what_one_that_does_not_gives(monkeypatch):
 def test_the_time_of_a_block_is_not_that_of_the_prompts_before_it(monkeypatch):
     """What a controller learns of a block's cost would be wrong wherever prompts were admitted before it."""
     e, seen = shared(), []
-    view = e.view(MODEL)
+    view = e.view(MODEL, EXIT)
     monkeypatch.setattr(e.controller, "observe", lambda block: seen.append(block))
     ready = jax.block_until_ready
     monkeypatch.setattr(jax, "block_until_ready", lambda tree: (time.sleep(0.5), ready(tree))[1])
     start = time.perf_counter()
-    e.run(view, EXIT, requests(2))
+    e.run(view, requests(2))
     assert time.perf_counter() - start > 0.5 and seen and max(block.seconds for block in seen) < 0.4
 
 
 def test_requests_that_come_one_by_one_make_the_pool_grow():
     e, every, results = shared(), requests(12), {}
-    view = e.view(MODEL)
+    view = e.view(MODEL, EXIT)
     e.reset()
     sizes = []
     with jax.set_mesh(e.mesh):
         for number, request in enumerate(every):
             e.admit(view, [(number, request)])
             sizes.append(len(e._owner))
-            results |= e.step(view, EXIT)
+            results |= e.step(view)
         while e.active:
-            results |= e.step(view, EXIT)
+            results |= e.step(view)
     assert sizes[0] == 1 and max(sizes) > 1
-    expected = e.run(view, EXIT, every)
+    expected = e.run(view, every)
     for number, row in results.items():
         assert row["tokens_BT"].tolist() == expected.tokens_BT[number].tolist()
 
@@ -122,13 +122,13 @@ def test_nothing_is_compiled_after_the_warm_up(drafter):
         if active and event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
             compiled.append(event)
 
-    view = e.view(MODEL)
-    count = e.warm_up(view, EXIT)
+    view = e.view(MODEL, EXIT)
+    count = e.warm_up(view)
     assert count == 3 + (3 + 2 + 1) + 3 + 4  # empty pools, prefills, blocks, ways to the next size
     jax.monitoring.register_event_duration_secs_listener(listen)
     active = True
     for step in range(20):
-        e.run(view, EXIT, requests(1 + 7 * step % 45, seed=step))
+        e.run(view, requests(1 + 7 * step % 45, seed=step))
     active = False
     assert compiled == []
 
@@ -136,10 +136,10 @@ def test_nothing_is_compiled_after_the_warm_up(drafter):
 @pytest.mark.parametrize("drafter", ["shallow", "ngram", "off"])
 def test_each_request_ends_at_its_own_ends(drafter):
     e = engine(OFF if drafter == "off" else Choice(drafter, 3), sizes=1)
-    whole = tokens_of(e.run(e.view(MODEL), EXIT, requests()))
+    whole = tokens_of(e.run(e.view(MODEL, EXIT), requests()))
     ends = [(), (3,), (3, 7), (int(whole[3][0]),)]
     asked = [replace(request, ends=ends[i % 4]) for i, request in enumerate(requests())]
-    rollout = e.run(e.view(MODEL), EXIT, asked)
+    rollout = e.run(e.view(MODEL, EXIT), asked)
     for i, (found, full, ended) in enumerate(zip(tokens_of(rollout), whole, rollout.ended_B, strict=True)):
         at = [j for j, token in enumerate(full) if token in ends[i % 4]]
         assert found == (full[: at[0] + 1] if at else full)
@@ -149,12 +149,12 @@ def test_each_request_ends_at_its_own_ends(drafter):
 
 def test_a_stop_string_cuts_tokens_and_log_probs_where_it_stands():
     e = shared()
-    view = e.view(MODEL)
+    view = e.view(MODEL, EXIT)
     every = [replace(request, max_new_tokens=MAX_NEW) for request in requests(12)]
-    whole = e.run(view, EXIT, every)
+    whole = e.run(view, every)
     # The third and fourth token of every other sequence: a stop that spans two tokens.
     stops = [text(full[2:4]) if i % 2 else "never" for i, full in enumerate(tokens_of(whole))]
-    rollout = e.run(view, EXIT, [replace(r, stop=(stop, "no")) for r, stop in zip(every, stops, strict=True)])
+    rollout = e.run(view, [replace(r, stop=(stop, "no")) for r, stop in zip(every, stops, strict=True)])
     for i, (found, full) in enumerate(zip(tokens_of(rollout), tokens_of(whole), strict=True)):
         assert found == (full[: first_stop(text, np.array(full), (stops[i],))] if i % 2 else full)
         assert rollout.stopped_B[i] == rollout.ended_B[i] == bool(i % 2)
@@ -167,16 +167,16 @@ def test_a_stop_string_cuts_tokens_and_log_probs_where_it_stands():
 
 def test_a_slot_whose_sequence_a_stop_ended_is_free_on_the_device_too():
     e = shared()
-    view = e.view(MODEL)
+    view = e.view(MODEL, EXIT)
     request = replace(requests(6)[5], max_new_tokens=MAX_NEW)
-    whole = tokens_of(e.run(view, EXIT, [request]))[0]
+    whole = tokens_of(e.run(view, [request]))[0]
     e.reset()
     with jax.set_mesh(e.mesh):
         e.admit(view, [(0, replace(request, stop=(text(whole[:1]),)))])
-        assert list(e.step(view, EXIT)) == [0]
+        assert list(e.step(view)) == [0]
         assert e._state.done_B.all() and e.active == 0
         calls = int(e._state.target_calls_B[0])
-        e.step(view, EXIT)
+        e.step(view)
     assert int(e._state.target_calls_B[0]) == calls < MAX_NEW
 
 
@@ -193,14 +193,14 @@ COUPLED = [Choice("shallow", 1), Choice("shallow", 4), Choice("ngram", 3), OFF]
 
 def coupled(choice: Choice, slots: int) -> list[list[int]]:
     e = engine(choice, slots, 1, verification="coupled")
-    return tokens_of(e.run(e.view(MODEL), EXIT, requests(16)))
+    return tokens_of(e.run(e.view(MODEL, EXIT), requests(16)))
 
 
 def test_coupled_tokens_depend_on_the_seed_alone():
     expected = coupled(OFF, 16)
     for choice in COUPLED:
         assert coupled(choice, 16 if choice.draft_length != 4 else 3) == expected
-    assert tokens_of(shared().run(shared().view(MODEL), EXIT, requests(16))) != expected
+    assert tokens_of(shared().run(shared().view(MODEL, EXIT), requests(16))) != expected
 
 
 def test_coupled_with_the_noise_of_blocks_is_caught(monkeypatch):

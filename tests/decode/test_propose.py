@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from support import tiny
 
-from tlt_jax.decode.propose import Choice, Context, Rules, Sources, propose_ngram
+from tlt_jax.decode.ngram import propose_ngram
+from tlt_jax.decode.propose import Choice, Context, Rules, Sources
 from tlt_jax.decode.sampling import SamplingParams
 from tlt_jax.models.decode_view import decode_view
 
 LENGTH = 14
-VIEW, EXIT = decode_view(tiny.transformer(), jnp.float32), tiny.shallow_exit()
+VIEW = decode_view(tiny.transformer(), tiny.shallow_exit(), None, jnp.float32)
 
 # name: (known tokens, drafts of at most 3 with suffixes of 2 to 4)
 TABLE = {
@@ -46,8 +47,10 @@ def proposals(
         (),
         ones,
         sources or empty,
+        None,
+        None,
     )
-    proposal = jax.jit(propose_ngram, static_argnums=(3, 4))(VIEW, EXIT, context, Choice("ngram", length), rules)
+    proposal = jax.jit(propose_ngram, static_argnums=(2, 3))(VIEW, context, Choice("ngram", length), rules)
     assert proposal.q_BGV is None
     return [
         drafts[:count].tolist()

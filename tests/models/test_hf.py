@@ -9,7 +9,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from tlt_jax.config import ConfigError
-from tlt_jax.models.hf import export, read_drafter, read_exit, read_shape, read_weights
+from tlt_jax.models.eagle import Eagle
+from tlt_jax.models.heads import ShallowExit
+from tlt_jax.models.hf import export, read_drafters, read_exit, read_shape, read_weights
 from tlt_jax.text import load_tokenizer, train_tokenizer
 
 
@@ -34,7 +36,7 @@ def exported(tmp_path, shape, numpy_weights):
     def make(max_shard_bytes=5e9, **changes):
         s, folder = shape(**changes), tmp_path / "model"
         weights = numpy_weights(s)
-        export(folder, s, weights, None, None, 64, max_shard_bytes=max_shard_bytes)
+        export(folder, s, weights, {}, None, 64, max_shard_bytes=max_shard_bytes)
         return folder, s, weights
 
     return make
@@ -77,7 +79,7 @@ def test_tied_embedding_is_written_once(exported):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_index_lists_what_the_shards_hold(tmp_path, shape, numpy_weights, dtype):
     s = shape()
-    export(tmp_path / "m", s, numpy_weights(s), None, None, 64, dtype, max_shard_bytes=8_000)
+    export(tmp_path / "m", s, numpy_weights(s), {}, None, 64, dtype, max_shard_bytes=8_000)
     index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
     shards = sorted(p.name for p in (tmp_path / "m").glob("model-*.safetensors"))
     assert len(shards) > 2
@@ -94,35 +96,40 @@ def test_index_lists_what_the_shards_hold(tmp_path, shape, numpy_weights, dtype)
 def test_half_precision_comes_back_as_float32(tmp_path, shape, numpy_weights, dtype):
     s = shape(tied=True)
     weights = numpy_weights(s)
-    export(tmp_path / "m", s, weights, None, None, 64, np.dtype(dtype).name)
+    export(tmp_path / "m", s, weights, {}, None, 64, np.dtype(dtype).name)
     assert json.loads((tmp_path / "m" / "config.json").read_text())["dtype"] == np.dtype(dtype).name
     assert_same(read_weights(tmp_path / "m", s), {p: a.astype(dtype).astype(np.float32) for p, a in weights.items()})
 
 
-def test_drafter_round_trip(tmp_path, shape, numpy_weights, numpy_drafter):
+@pytest.mark.parametrize("which", [["exit"], ["exit", "eagle"]])
+def test_drafters_round_trip(tmp_path, shape, numpy_weights, which):
     s = shape(tied=True)
-    drafter = numpy_drafter(s)
-    export(tmp_path / "m", s, numpy_weights(s), drafter, None, 64, "bfloat16")
+    drafters = {name: numpy_weights(s, build, 7) for name, build in (("exit", ShallowExit), ("eagle", Eagle))}
+    drafters = {name: drafters[name] for name in which}
+    export(tmp_path / "m", s, numpy_weights(s), drafters, None, 64, "bfloat16")
     assert read_exit(tmp_path / "m") == (s.exit_layer, s.exit_rank)
     assert read_shape(tmp_path / "m", *read_exit(tmp_path / "m")) == s
-    assert_same(read_drafter(tmp_path / "m", s), drafter)
+    found = read_drafters(tmp_path / "m", s)
+    assert list(found) == which
+    for name in which:
+        assert_same(found[name], drafters[name])
     with pytest.raises(ConfigError, match=r"`model.exit_layer` and `model.exit_rank` are 1 and 5; expected 2 and 5"):
-        read_drafter(tmp_path / "m", shape(exit_layer=1))
+        read_drafters(tmp_path / "m", shape(exit_layer=1))
     with pytest.raises(ConfigError, match=r"drafter.safetensors.*norm is \[24\], expected \[25\]"):
-        read_drafter(tmp_path / "m", shape(width=25))
+        read_drafters(tmp_path / "m", shape(width=25))
 
 
 def test_no_drafter(exported):
     folder, s, _ = exported()
     assert read_exit(folder) is None
-    assert read_drafter(folder, s) is None
+    assert read_drafters(folder, s) == {}
 
 
 def test_drafter_without_its_exit(exported, numpy_drafter):
     folder, s, _ = exported()
     save_file(numpy_drafter(s), folder / "drafter.safetensors", metadata={"exit_layer": "two"})
     with pytest.raises(ConfigError, match="`exit_layer` in its metadata is 'two'; expected a positive integer"):
-        read_drafter(folder, s)
+        read_drafters(folder, s)
 
 
 def test_rope_theta_survives_for_new_and_old_readers(exported):
@@ -290,7 +297,7 @@ def test_faulty_indexes(exported, fault):
 def test_export_replaces_an_export_as_a_whole(exported, shape, numpy_weights):
     folder, _, _ = exported(1)
     s = shape(layers=4, tied=True)
-    export(folder, s, numpy_weights(s, seed=3), None, None, 32)
+    export(folder, s, numpy_weights(s, seed=3), {}, None, 32)
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
     assert_same(read_weights(folder, s), numpy_weights(s, seed=3))
     assert [p.name for p in folder.parent.iterdir()] == ["model"]
@@ -303,7 +310,7 @@ def test_export_that_fails_leaves_the_former_one(exported, shape, numpy_weights)
     folder, s, weights = exported()
     broken = numpy_weights(s) | {"final_norm": np.full(s.width, 1e6, np.float32)}
     with pytest.raises(ConfigError, match=r"model.norm.weight has values up to 1e.06, beyond float16"):
-        export(folder, s, broken, None, None, 64, "float16")
+        export(folder, s, broken, {}, None, 64, "float16")
     assert_same(read_weights(folder, s), weights)
     assert [p.name for p in folder.parent.iterdir()] == ["model"]
 
@@ -313,7 +320,7 @@ def test_export_after_a_death_in_between(exported, shape, numpy_weights):
     folder.rename(folder.with_name(".model.former"))
     (folder.with_name(".model.partial")).mkdir()
     (folder.with_name(".model.partial") / "config.json").write_text("{")
-    export(folder, s, numpy_weights(s, seed=5), None, None, 64)
+    export(folder, s, numpy_weights(s, seed=5), {}, None, 64)
     assert_same(read_weights(folder, s), numpy_weights(s, seed=5))
     assert [p.name for p in folder.parent.iterdir()] == ["model"]
 
@@ -322,18 +329,18 @@ def test_export_deletes_nothing_of_anybody_else(exported, tmp_path, shape, numpy
     folder, s, weights = exported()
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"holds notes.txt, which no export writes"):
-        export(folder, s, weights, None, None, 64)
+        export(folder, s, weights, {}, None, 64)
     assert (folder / "notes.txt").read_text() == "mine"
     with pytest.raises(ConfigError, match=r"notes.txt' is a file"):
-        export(folder / "notes.txt", s, weights, None, None, 64)
+        export(folder / "notes.txt", s, weights, {}, None, 64)
     (tmp_path / "empty").mkdir()
-    export(tmp_path / "empty", s, weights, None, None, 64)
+    export(tmp_path / "empty", s, weights, {}, None, 64)
 
 
 def test_export_with_tokenizer(tmp_path, shape, numpy_weights):
     tokenizer = train_tokenizer(["one two three"] * 5, 258)
     s = shape(vocab=264)
-    export(tmp_path / "m", s, numpy_weights(s), None, tokenizer, 77)
+    export(tmp_path / "m", s, numpy_weights(s), {}, tokenizer, 77)
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (tokenizer.bos_id, tokenizer.eos_id)
     assert config["max_position_embeddings"] == 77
@@ -344,12 +351,12 @@ def test_export_with_tokenizer(tmp_path, shape, numpy_weights):
     assert read.encode("two one") == tokenizer.encode("two one")
     assert read.eos_id == tokenizer.eos_id
     with pytest.raises(ConfigError, match="the tokenizer has ids up to 257; expected at most 60"):
-        export(tmp_path / "n", shape(), numpy_weights(shape()), None, tokenizer, 64)
+        export(tmp_path / "n", shape(), numpy_weights(shape()), {}, tokenizer, 64)
 
 
 def test_export_in_another_type(tmp_path, shape, numpy_weights):
     with pytest.raises(ConfigError, match="type 'int8' is not offered; expected one of float32, bfloat16, float16"):
-        export(tmp_path / "m", shape(), numpy_weights(shape()), None, None, 64, "int8")
+        export(tmp_path / "m", shape(), numpy_weights(shape()), {}, None, 64, "int8")
 
 
 def test_a_real_model_loads_with_every_tensor(stories):

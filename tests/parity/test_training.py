@@ -107,7 +107,7 @@ def batches(vocab):
 )
 def test_twenty_steps_equal_the_twins(shape, clip_norms, tmp_path, random_arrays, as_module, mesh, record_property):
     arrays, exit_arrays = random_arrays(shape), random_arrays(shape, ShallowExit, 1)
-    export(tmp_path / "m", shape, arrays, None, None, LENGTH)
+    export(tmp_path / "m", shape, arrays, {}, None, LENGTH)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", attn_implementation="eager").train()
     exit = TwinExit(exit_arrays, shape.norm_eps)
     policy_config = POLICY.model_copy(update={"clip_norm": clip_norms[0]})

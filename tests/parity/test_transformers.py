@@ -66,7 +66,7 @@ def exported(request, tmp_path, random_arrays):
     tokenizer = train_tokenizer(TEXTS, 300)
     s = shape_of(request.param, tokenizer.vocab_size + 3)
     weights, drafter = random_arrays(s), random_arrays(s, ShallowExit, 1)
-    export(tmp_path / "m", s, weights, drafter, tokenizer, 256, max_shard_bytes=40_000)
+    export(tmp_path / "m", s, weights, {"exit": drafter}, tokenizer, 256, max_shard_bytes=40_000)
     assert len(list((tmp_path / "m").glob("model-*.safetensors"))) > 1
     return tmp_path / "m", s, weights, tokenizer, drafter
 
@@ -145,7 +145,7 @@ def assert_greedy_is_equal(s, model, exit, theirs, prompts, eos, mesh, draft):
         dtype=jnp.float32,
     )
     requests = [Request(np.array(ids, np.int32), NEW, seed, temperature=0.0) for seed, ids in enumerate(prompts)]
-    rollout = engine.run(engine.view(model), exit, requests)
+    rollout = engine.run(engine.view(model, exit), requests)
     compared = 0
     for ids, row, length in zip(prompts, rollout.tokens_BT, rollout.length_B, strict=True):
         expected, margin = greedy_of_theirs(theirs, ids)

@@ -162,6 +162,6 @@ def test_the_plan_counts_as_many_copies(folder, stages, frozen, kept):
     """And one of gradients, beside the weights and the two moments."""
     shape = tiny.SHAPE
     planned = memory(config(folder, "plan", f"stages={stages}"), shape, tiny.mesh(), np.dtype("float32"))
-    whole = sum(4 * array.size for array in flatten(abstract_models(shape, tiny.mesh()).policy).values())
+    whole = sum(4 * array.size for array in flatten(abstract_models(shape, tiny.mesh(), False).policy).values())
     assert planned["weights, gradients and optimiser"] == kept * whole
     assert planned["frozen models"] == frozen * whole

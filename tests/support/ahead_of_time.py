@@ -19,7 +19,7 @@ from tlt_jax.config import Config, load_config
 from tlt_jax.decode.controller import Fixed
 from tlt_jax.decode.engine import Engine
 from tlt_jax.decode.propose import Choice
-from tlt_jax.models.declare import flatten, shardings
+from tlt_jax.models.declare import flatten
 from tlt_jax.models.decode_view import decode_view, view_shardings
 from tlt_jax.parallel.mesh import compute_dtype, make_mesh
 from tlt_jax.parallel.sharding import abstract, batch_sharding
@@ -57,10 +57,10 @@ def decoding(config: Config, mesh: Mesh, vocab: int) -> dict[str, Any]:
         block_verifies=speculation.block_verifies,
     )
     of = config.pretrain.optimizer
-    view = jax.eval_shape(lambda model: decode_view(model, dtype), Role(transformer(shape), of).abstract())
-    exit = abstract(Role(shallow_exit(shape), of).abstract(), shardings(shallow_exit(shape), mesh))
-    compiled = engine.lower_block(abstract(view, view_shardings(shape, mesh)), exit).compile()
-    slots = compiled.input_shardings[0][2]
+    models = (Role(build(shape), of).abstract() for build in (transformer, shallow_exit))
+    view = jax.eval_shape(lambda model, exit: decode_view(model, exit, None, dtype), *models)
+    compiled = engine.lower_block(abstract(view, view_shardings(shape, mesh))).compile()
+    slots = compiled.input_shardings[0][1]
     global_shape = (
         engine.slots,
         limits.max_prompt_tokens + limits.max_completion_tokens,

@@ -154,13 +154,15 @@ def decode(mesh) -> dict:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 50, 1 + i % 6).astype(np.int32) for i in range(12)]
     requests = [Request(prompt, 10, i, temperature) for temperature in (0.0, 1.0) for i, prompt in enumerate(prompts)]
-    rollout = engine.run(engine.view(policy), exit, requests)
+    rollout = engine.run(engine.view(policy, exit), requests)
     counts = {
         name: getattr(rollout, name).tolist() for name in ("length_B", "target_calls_B", "drafted_B", "accepted_B")
     }
     return {
-        "block": collectives(engine.lower_block(engine.view(policy), exit).compile().as_text()),
-        "view": {path: list(a.addressable_shards[0].data.shape) for path, a in flatten(engine.view(policy)).items()},
+        "block": collectives(engine.lower_block(engine.view(policy, exit)).compile().as_text()),
+        "view": {
+            path: list(a.addressable_shards[0].data.shape) for path, a in flatten(engine.view(policy, exit)).items()
+        },
         "tokens": {"0.0": rollout.tokens_BT[:12].tolist(), "1.0": rollout.tokens_BT[12:].tolist()},
         "counts": counts,
     }

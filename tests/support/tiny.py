@@ -6,6 +6,7 @@ from flax import nnx
 
 from tlt_jax.config.device_sections import MeshConfig
 from tlt_jax.models.declare import Declare, flatten, initial_array, unflatten
+from tlt_jax.models.eagle import Eagle
 from tlt_jax.models.heads import ShallowExit
 from tlt_jax.models.transformer import ModelShape, Transformer, hidden_states, logits
 from tlt_jax.parallel.mesh import make_mesh
@@ -35,6 +36,10 @@ def transformer(shape: ModelShape = SHAPE, seed: int = 0, scale: float = 1.0) ->
 
 def shallow_exit(shape: ModelShape = SHAPE, seed: int = 1, scale: float = 1.0) -> ShallowExit:
     return random_module(lambda d: ShallowExit(shape, d), seed, scale)
+
+
+def eagle(shape: ModelShape = SHAPE, seed: int = 1, scale: float = 1.0) -> Eagle:
+    return random_module(lambda d: Eagle(shape, d), seed, scale)
 
 
 def with_scaled(module: nnx.Module, path: str, scale: float) -> nnx.Module:

@@ -8,6 +8,7 @@ from tlt_jax.config.base import (
     LARGEST_INT,
     ControllerName,
     Drafter,
+    DraftingName,
     PathText,
     PositiveFloat,
     PositiveInt,
@@ -78,12 +79,15 @@ class SpeculationConfig(Section):
 
     drafter: Drafter = Field(
         "shallow",
-        description="who proposes tokens: the first layers, n-grams of the sequence, nobody, or what the controller"
-        " chooses",
+        description="who proposes tokens: the first layers; a layer of its own over the model's last states (eagle);"
+        " n-grams of what was written; nobody; or whom the controller chooses",
     )
     draft_length: int = Field(5, ge=1, le=16, description="tokens proposed before each verification; 5-7 is classical")
     controller: ControllerName = Field(
         "cost_table", description="auto: how drafter and draft length are chosen for the most tokens a second"
+    )
+    auto_drafters: list[DraftingName] = Field(
+        ["shallow", "eagle", "ngram"], min_length=1, description="auto: the drafters to choose from, beside none"
     )
     auto_draft_lengths: list[Annotated[int, Field(ge=1, le=16)]] = Field(
         [3, 5, 7], min_length=1, max_length=8, description="auto: the draft lengths that each drafter is tried with"
@@ -119,10 +123,22 @@ class SpeculationConfig(Section):
     pool_sizes: int = Field(
         3, ge=1, le=8, description="sizes of the pool, each a quarter of the one before, for the last sequences"
     )
-    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="the drafter's own optimiser, in every stage")
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="the drafters' own optimiser, in every stage")
+    eagle_stages: list[Stage] = Field(
+        ["pretrain", "finetune", "align"], description="stages in which eagle is trained, beside the policy"
+    )
+    eagle_drafts: int = Field(
+        3, ge=1, le=8, description="eagle's training: drafts of a chain, each over the state that the one before left"
+    )
+    eagle_stride: PositiveInt = Field(8, description="eagle's training: a chain begins at every so-many-th position")
     exit_stride: PositiveInt = Field(
         4, description="supervised: the exit's loss looks at every so-many-th position; divides context_length"
     )
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """All that may draft."""
+        return tuple(self.auto_drafters) if self.drafter == "auto" else (self.drafter,)
 
     @model_validator(mode="after")
     def _order(self):

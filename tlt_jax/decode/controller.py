@@ -14,7 +14,7 @@ import numpy as np
 
 from tlt_jax.config.schema import SpeculationConfig
 from tlt_jax.decode.loop import BlockStats
-from tlt_jax.decode.propose import DRAFTERS, OFF, Choice
+from tlt_jax.decode.propose import OFF, Choice
 
 Key = tuple[int, Choice]  # the pool's size, and the choice
 
@@ -228,9 +228,9 @@ CONTROLLERS: dict[str, Callable[..., Controller]] = {
 
 
 def make_controller(config: SpeculationConfig, seed: int) -> Controller:
-    """The config's controller over all drafters, or its one choice."""
+    """The config's controller over its drafters, or its one choice."""
     if config.drafter == "auto":
-        return CONTROLLERS[config.controller](choices_of(list(DRAFTERS), config.auto_draft_lengths), seed)
+        return CONTROLLERS[config.controller](choices_of(config.auto_drafters, config.auto_draft_lengths), seed)
     return Fixed(OFF if config.drafter == "off" else Choice(config.drafter, config.draft_length))
 
 

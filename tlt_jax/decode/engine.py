@@ -31,6 +31,7 @@ from tlt_jax.decode.propose import Choice, Rules
 from tlt_jax.decode.rollout import Rollout
 from tlt_jax.decode.sampling import SamplingParams
 from tlt_jax.models.decode_view import DecodeView, decode_view, view_shardings
+from tlt_jax.models.eagle import Eagle
 from tlt_jax.models.heads import ShallowExit
 from tlt_jax.models.transformer import ModelShape, Transformer
 from tlt_jax.parallel.hosts import put, to_host
@@ -108,8 +109,10 @@ class Engine:
         self.draft_length = max(choice.draft_length for choice in controller.choices)
         self._eos = tuple(eos)
         self._ends = max(most_ends, len(self._eos), 1)
-        self._slots_lie = slots_lie = slot_shardings(shape, mesh)
-        self._view = jax.jit(partial(decode_view, dtype=dtype), out_shardings=view_shardings(shape, mesh))
+        drafters = {choice.drafter for choice in controller.choices}
+        self._with_eagle = with_eagle = "eagle" in drafters
+        self._slots_lie = slots_lie = slot_shardings(shape, mesh, with_eagle)
+        self._view = jax.jit(partial(decode_view, dtype=dtype), out_shardings=view_shardings(shape, mesh, with_eagle))
         self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=slots_lie)
         self._resized = jax.jit(resized, out_shardings=slots_lie)
         self.blocks = {
@@ -117,22 +120,21 @@ class Engine:
                 " ".join(["decode block", choice.drafter, *([str(choice.draft_length)] * (choice.draft_length > 0))]),
                 jax.jit(
                     partial(decode_block, choice=choice, rules=rules, verifies=block_verifies),
-                    donate_argnums=2,
+                    donate_argnums=1,
                     out_shardings=(slots_lie, replicated(mesh)),
                 ),
                 mesh,
-                varies=2,
+                varies=1,
             )
             for choice in controller.choices
         }
 
         def empty(size: int) -> Slots:
-            return empty_slots(shape, size, max_prompt + max_new, self._ends, rules, dtype)
+            return empty_slots(shape, size, max_prompt + max_new, self._ends, rules, dtype, with_eagle)
 
         self._empty = jax.jit(empty, static_argnums=0, out_shardings=slots_lie)
         self._row = batch_sharding(mesh)
-        copies = any(choice.drafter == "ngram" for choice in controller.choices)
-        self._history = History(rules, max_prompt + max_new) if copies else None
+        self._history = History(rules, max_prompt + max_new) if "ngram" in drafters else None
         self.reset()
 
     def reset(self) -> None:
@@ -140,9 +142,11 @@ class Engine:
         self._state: Slots | None = None
         self._owner: list[tuple[int, Request] | None] = []
 
-    def view(self, model: Transformer) -> DecodeView:
-        """The decode view of the current parameters: make it once an update, and pass it to `admit`, `step`, `run`."""
-        return self._view(model)
+    def view(self, model: Transformer, exit: ShallowExit, eagle: Eagle | None = None) -> DecodeView:
+        """The decode view of the current parameters, the drafters' too (`eagle` where it may be chosen): make it once
+        an update, and pass it to `admit`, `step`, `run`."""
+        assert eagle is not None or not self._with_eagle
+        return self._view(model, exit, eagle if self._with_eagle else None)
 
     @property
     def active(self) -> int:
@@ -154,7 +158,7 @@ class Engine:
         """How many more the pool can take."""
         return self.slots - self.active
 
-    def warm_up(self, view: DecodeView, exit: ShallowExit) -> int:
+    def warm_up(self, view: DecodeView) -> int:
         """Compiles every program that this engine will ever run; returns how many. The pool must be empty."""
         assert not self.active
         count = 0
@@ -164,7 +168,7 @@ class Engine:
                 for rows in self.sizes[number:]:
                     state = self._prefill(view, state, put(self._admission(rows, size, []), self._row))
                 for block in self.blocks.values():
-                    state, _ = block(view, exit, state)
+                    state, _ = block(view, state)
                 for other in (*self.sizes[number + 1 : number + 2], *self.sizes[max(number - 1, 0) : number]):
                     self._resized(state, np.arange(other, dtype=np.int32))
                     count += 1
@@ -187,7 +191,7 @@ class Engine:
         self._state = self._prefill(view, self._state, put(admission, self._row))
         self._moved()
 
-    def step(self, view: DecodeView, exit: ShallowExit) -> dict[int, dict[str, np.ndarray]]:
+    def step(self, view: DecodeView) -> dict[int, dict[str, np.ndarray]]:
         """Runs one compiled block. Returns the finished sequences by id, and frees their slots."""
         assert self._state is not None, "nothing was admitted"
         choice = self._choose()
@@ -196,7 +200,7 @@ class Engine:
             self._state = replace(self._state, sources=put(self._history.sources(prompts), self._row))
         jax.block_until_ready(self._state)  # prompts that were just admitted are not the block's time
         start = time.perf_counter()
-        self._state, stats = self.blocks[choice](view, exit, self._state)
+        self._state, stats = self.blocks[choice](view, self._state)
         done, stats = to_host((self._state.done_B, stats))
         seconds = time.perf_counter() - start
         self.controller.observe(Block(len(self._owner), choice, seconds, stats))
@@ -219,13 +223,13 @@ class Engine:
                 self._history.add(owner[1].prompt, row["tokens_BT"][: row["length_B"]])
         return results
 
-    def lower_block(self, view: DecodeView, exit: ShallowExit) -> jax.stages.Lowered:
-        """The first choice's compiled block in the largest pool, for a view and an exit of these shapes and shardings,
-        which may be abstract."""
+    def lower_block(self, view: DecodeView) -> jax.stages.Lowered:
+        """The first choice's compiled block in the largest pool, for a view of these shapes and shardings, which may be
+        abstract."""
         slots = abstract(jax.eval_shape(partial(self._empty, self.slots)), self._slots_lie)
-        return self.blocks[self.controller.choices[0]].lower(view, exit, slots)
+        return self.blocks[self.controller.choices[0]].lower(view, slots)
 
-    def run(self, view: DecodeView, exit: ShallowExit, requests: Sequence[Request]) -> Rollout:
+    def run(self, view: DecodeView, requests: Sequence[Request]) -> Rollout:
         """Completes every request; a finished slot takes the next prompt. The rollout is in the requests' order."""
         waiting = list(enumerate(requests))[::-1]
         results: dict[int, dict[str, np.ndarray]] = {}
@@ -234,7 +238,7 @@ class Engine:
                 self._fit(min(self.active + len(waiting), self.slots))
                 if waiting and self.free:
                     self.admit(view, [waiting.pop() for _ in range(min(self.free, len(waiting)))])
-                results.update(self.step(view, exit))
+                results.update(self.step(view))
         return _collect([results[i] for i in range(len(requests))], requests)
 
     def _choose(self) -> Choice:

@@ -15,13 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tlt_jax.decode.propose import DRAFTERS, Choice, Context, Rules, Sources
+from tlt_jax.decode.drafters import DRAFTERS
+from tlt_jax.decode.eagle import caught_up
+from tlt_jax.decode.propose import Choice, Context, DraftCache, Rules, Sources
 from tlt_jax.decode.sampling import SamplingParams, policy_log_probs, sampling_probs
 from tlt_jax.decode.verify import VERIFIERS
 from tlt_jax.models.decode_view import Cache, DecodeView, cache_shardings, decode_layers, embed, empty_cache, write_rows
-from tlt_jax.models.heads import ShallowExit
+from tlt_jax.models.eagle import eagle_inputs
 from tlt_jax.models.transformer import ModelShape, logits
-from tlt_jax.parallel.sharding import batch_sharding, constrain
+from tlt_jax.parallel.sharding import batch_sharding
 
 _SLOT_FIELDS = [
     "tokens_BT",
@@ -39,6 +41,8 @@ _SLOT_FIELDS = [
     "accepted_B",
     "sources",
     "cache",
+    "states_BTD",
+    "eagle",
 ]
 
 
@@ -46,7 +50,8 @@ _SLOT_FIELDS = [
 @dataclass(frozen=True)
 class Slots:
     """The pool's state on the device. `limit_B`: the length at which a sequence is cut; `done_B`: free or finished;
-    `ends_BE`: the tokens that end it, -1 for none."""
+    `ends_BE`: the tokens that end it, -1 for none; `states_BTD`: what left the target's last layer at each position
+    that is in the cache. That and the cache of `eagle` are None where it never drafts."""
 
     tokens_BT: jax.Array
     length_B: jax.Array
@@ -63,9 +68,13 @@ class Slots:
     accepted_B: jax.Array
     sources: Sources
     cache: Cache
+    states_BTD: jax.Array | None
+    eagle: DraftCache | None
 
 
-def empty_slots(shape: ModelShape, slots: int, length: int, ends: int, rules: Rules, dtype: jnp.dtype) -> Slots:
+def empty_slots(
+    shape: ModelShape, slots: int, length: int, ends: int, rules: Rules, dtype: jnp.dtype, with_eagle: bool = False
+) -> Slots:
     """A pool of free slots for sequences of up to `length` tokens, each with up to `ends` tokens that end it."""
     ints, floats = jnp.zeros(slots, jnp.int32), jnp.zeros((slots, length), jnp.float32)
     return Slots(
@@ -88,10 +97,12 @@ def empty_slots(shape: ModelShape, slots: int, length: int, ends: int, rules: Ru
             jnp.zeros((slots, rules.ngram_history), jnp.int32),
         ),
         cache=empty_cache(shape, slots, length, dtype),
+        states_BTD=jnp.zeros((slots, length, shape.width), dtype) if with_eagle else None,
+        eagle=DraftCache(empty_cache(shape, slots, length, dtype)[:1], ints) if with_eagle else None,
     )
 
 
-def slot_shardings(shape: ModelShape, mesh: Mesh) -> Slots:
+def slot_shardings(shape: ModelShape, mesh: Mesh, with_eagle: bool = False) -> Slots:
     """The pool with a sharding in the place of each array."""
     row = batch_sharding(mesh)
     fields: dict[str, Any] = dict.fromkeys(_SLOT_FIELDS, row)
@@ -100,7 +111,9 @@ def slot_shardings(shape: ModelShape, mesh: Mesh) -> Slots:
         | {
             "sampling": SamplingParams(row, row, row, row),
             "sources": Sources(row, row, row),
-            "cache": cache_shardings(shape, mesh),
+            "cache": (cache := cache_shardings(shape, mesh)),
+            "states_BTD": row if with_eagle else None,
+            "eagle": DraftCache(cache[:1], row) if with_eagle else None,  # type: ignore[arg-type]
         }
     )
 
@@ -129,7 +142,8 @@ def prefill(view: DecodeView, slots: Slots, new: Admission) -> Slots:
     with jax.named_scope("prefill"):
         positions_AP = jnp.broadcast_to(jnp.arange(prompt), (rows, prompt))
         cache = empty_cache(view.shape, rows, prompt, view.embedding.dtype)
-        _, cache = decode_layers(view.layers, cache, embed(view, new.tokens_AP), positions_AP)
+        embedded_APD = embed(view, new.tokens_AP)
+        x_APD, cache = decode_layers(view.layers, cache, embedded_APD, positions_AP)
 
     def put(old: jax.Array, fresh: Any) -> jax.Array:
         return old.at[new.slot_A].set(fresh, mode="drop")
@@ -137,6 +151,14 @@ def prefill(view: DecodeView, slots: Slots, new: Admission) -> Slots:
     def put_start(old_BT: jax.Array, fresh_AP: jax.Array) -> jax.Array:
         return old_BT.at[new.slot_A, :prompt].set(fresh_AP, mode="drop")
 
+    eagle = slots.eagle
+    if eagle is not None and view.eagle is not None:
+        before_APD = jnp.pad(x_APD, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        layers = empty_cache(view.shape, rows, prompt, view.embedding.dtype)[:1]
+        x_eagle_APD = eagle_inputs(view.eagle, before_APD, embedded_APD)
+        _, layers = decode_layers((view.eagle.layer,), layers, x_eagle_APD, positions_AP)
+        # The newest token is fed again: what leaves the layer there is what drafting begins with.
+        eagle = DraftCache(jax.tree.map(put_start, eagle.layers, layers), put(eagle.fed_B, new.length_A - 1))
     return Slots(
         tokens_BT=put_start(put(slots.tokens_BT, 0), new.tokens_AP),
         length_B=put(slots.length_B, new.length_A),
@@ -153,6 +175,8 @@ def prefill(view: DecodeView, slots: Slots, new: Admission) -> Slots:
         accepted_B=put(slots.accepted_B, 0),
         sources=slots.sources,
         cache=jax.tree.map(put_start, slots.cache, cache),
+        states_BTD=None if slots.states_BTD is None else put_start(slots.states_BTD, x_APD),
+        eagle=eagle,
     )
 
 
@@ -176,10 +200,13 @@ class BlockStats(NamedTuple):
 
 
 def decode_block(
-    view: DecodeView, exit: ShallowExit, slots: Slots, choice: Choice, rules: Rules, verifies: int
+    view: DecodeView, slots: Slots, choice: Choice, rules: Rules, verifies: int
 ) -> tuple[Slots, BlockStats]:
     """Up to `verifies` rounds of draft and verify, fewer once every slot is done. Nothing from the host inside."""
-    exit = jax.tree.map(lambda a: constrain(a, *[None] * a.ndim), exit)  # put together once, not at each draft
+    if choice.drafter == "eagle":
+        nothing_GB = jnp.zeros((0, *slots.length_B.shape))
+        eagle = caught_up(view, context_of(slots, nothing_GB), slots.done_B, choice.draft_length + 1)
+        slots = replace(slots, eagle=eagle)
     zeros_B = jnp.zeros_like(slots.length_B)
     zeros_BG = jnp.zeros((*zeros_B.shape, choice.draft_length), jnp.int32)
 
@@ -189,7 +216,7 @@ def decode_block(
 
     def one(carry):
         slots, stats = carry
-        slots, found = draft_and_verify(view, exit, slots, choice, rules)
+        slots, found = draft_and_verify(view, slots, choice, rules)
         return slots, jax.tree.map(jnp.add, stats, found)
 
     nothing = BlockStats(jnp.int32(0), zeros_B, zeros_B, zeros_BG, zeros_BG)
@@ -197,15 +224,18 @@ def decode_block(
     return slots, BlockStats(stats.rounds, *(jnp.sum(each, axis=0) for each in stats[1:]))
 
 
-def draft_and_verify(
-    view: DecodeView, exit: ShallowExit, slots: Slots, choice: Choice, rules: Rules
-) -> tuple[Slots, BlockStats]:
+def context_of(slots: Slots, noise_GB: jax.Array) -> Context:
+    """What a drafter sees of the slots."""
+    names = ("tokens_BT", "length_B", "sampling", "cache", "sources", "states_BTD", "eagle")
+    return Context(noise_GB=noise_GB, **{name: getattr(slots, name) for name in names})
+
+
+def draft_and_verify(view: DecodeView, slots: Slots, choice: Choice, rules: Rules) -> tuple[Slots, BlockStats]:
     """One round: propose, verify in one pass of the target, keep what stands and one token more."""
     length = choice.draft_length
     with jax.named_scope("draft"):
         draft_noise_GB, verify_noise_BW = round_noise(slots, length, view.shape.vocab, rules.verification)
-        context = Context(slots.tokens_BT, slots.length_B, slots.sampling, slots.cache, draft_noise_GB, slots.sources)
-        proposal = DRAFTERS[choice.drafter](view, exit, context, choice, rules)
+        proposal = DRAFTERS[choice.drafter](view, context_of(slots, draft_noise_GB), choice, rules)
     with jax.named_scope("verify"):
         positions_BW = slots.length_B[:, None] - 1 + jnp.arange(length + 1)
         depth = proposal.depth
@@ -218,7 +248,9 @@ def draft_and_verify(
         accepted_B, next_B, generated_BWV = verify(
             p_BWV, proposal.drafts_BG, proposal.q_BGV, proposal.drafted_B, verify_noise_BW
         )
-    slots = replace(slots, cache=(*proposal.cache[:depth], *late))
+    slots = replace(slots, cache=(*proposal.cache[:depth], *late), eagle=proposal.eagle)
+    if slots.states_BTD is not None:
+        slots = replace(slots, states_BTD=write_rows(slots.states_BTD, x_BWD, positions_BW))
     return _emit(slots, proposal.drafts_BG, proposal.drafted_B, accepted_B, next_B, log_probs_BWV, generated_BWV)
 
 

@@ -18,21 +18,28 @@ from jax.sharding import PartitionSpec as P
 
 from tlt_jax.models.attention import mixed_values
 from tlt_jax.models.declare import shardings
+from tlt_jax.models.eagle import Eagle
+from tlt_jax.models.heads import ShallowExit
 from tlt_jax.models.transformer import Block, ModelShape, Transformer, block, cast, look_up, rotary
-from tlt_jax.parallel.sharding import DECODE_RULES, named_sharding
+from tlt_jax.parallel.sharding import DECODE_RULES, named_sharding, replicated
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["embedding", "layers", "final_norm", "head"], meta_fields=["shape"]
+    jax.tree_util.register_dataclass,
+    data_fields=["embedding", "layers", "final_norm", "head", "exit", "eagle"],
+    meta_fields=["shape"],
 )
 @dataclass(frozen=True)
 class DecodeView:
-    """The parameters as decoding wants them. `head` is None where the embedding is tied."""
+    """The parameters as decoding wants them, the drafters' among them. `head` is None where the embedding is tied,
+    `eagle` where nobody drafts with it."""
 
     embedding: jax.Array
     layers: tuple[Block, ...]
     final_norm: jax.Array
     head: jax.Array | None
+    exit: ShallowExit
+    eagle: Eagle | None
     shape: ModelShape
 
 
@@ -48,19 +55,23 @@ class LayerCache:
 Cache = tuple[LayerCache, ...]
 
 
-def decode_view(model: Transformer, dtype: jnp.dtype) -> DecodeView:
+def decode_view(model: Transformer, exit: ShallowExit, eagle: Eagle | None, dtype: jnp.dtype) -> DecodeView:
     """The view of the current parameters (pure; jit it). As in training, the final norm's scale is not cast."""
     layers = tuple(jax.tree.map(lambda a, i=i: a[i].astype(dtype), model.layers) for i in range(model.shape.layers))
     head = None if model.shape.tied else model.head.astype(dtype)
-    return DecodeView(cast(model.embedding, dtype), layers, model.final_norm, head, model.shape)
+    return DecodeView(
+        cast(model.embedding, dtype), layers, model.final_norm, head, exit, cast(eagle, dtype), model.shape
+    )
 
 
-def view_shardings(s: ModelShape, mesh: Mesh) -> DecodeView:
-    """The view with a sharding in the place of each array: over `tensor` alone."""
+def view_shardings(s: ModelShape, mesh: Mesh, with_eagle: bool = False) -> DecodeView:
+    """The view with a sharding in the place of each array: over `tensor` alone; the exit, small, on every device."""
     whole = shardings(lambda declare: Transformer(s, declare), mesh, DECODE_RULES)
     layer = jax.tree.map(lambda stacked: NamedSharding(mesh, P(*stacked.spec[1:])), whole.layers)
     head = None if s.tied else whole.head
-    return DecodeView(whole.embedding, (layer,) * s.layers, whole.final_norm, head, s)
+    exit = jax.tree.map(lambda _: replicated(mesh), shardings(lambda declare: ShallowExit(s, declare), mesh))
+    eagle = shardings(lambda declare: Eagle(s, declare), mesh, DECODE_RULES) if with_eagle else None
+    return DecodeView(whole.embedding, (layer,) * s.layers, whole.final_norm, head, exit, eagle, s)
 
 
 def cache_shardings(s: ModelShape, mesh: Mesh) -> Cache:

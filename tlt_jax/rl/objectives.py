@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from tlt_jax.models.heads import scalars
 from tlt_jax.models.transformer import hidden_states, logits
 from tlt_jax.rl.losses import bradley_terry_loss, clipped_policy_loss, clipped_value_loss, entropy, kl_estimate
+from tlt_jax.train.eagle_loss import Chains, chain_batch, chain_metrics
 from tlt_jax.train.losses import exit_distillation, weighted_sum
 from tlt_jax.train.step import Batch, Metrics, Objective, normalised
 
@@ -27,26 +28,31 @@ class PolicyTerms(NamedTuple):
     kl_estimator: str = "k2"
     value_coef: float = 0.0
     value_clip: float = 0.2
+    chains: Chains | None = None
 
 
 def policy_objective(terms: PolicyTerms, *, dtype: jnp.dtype, remat: str) -> Objective:
-    """Clipped policy loss + KL to the reference - entropy bonus + clipped value loss + the drafter's distillation.
+    """Clipped policy loss + KL to the reference - entropy bonus + clipped value loss + the drafters' distillation.
 
     Batch, each [A, B, T]: tokens, segments, positions of packed sequences; weights, advantages, old_logp, and as the
     terms need them ref_logp, old_values, returns, at the position of the token they speak of. The weight of a
-    sequence's first token is 0. Roles: policy; exit if exit_weight; value if value_coef. Log-probs divide the logits by
-    the temperature; values never see it.
+    sequence's first token is 0. Roles: policy; exit if exit_weight; value if value_coef; eagle if chains. Log-probs
+    divide the logits by the temperature; values never see it.
     """
 
     def prepare(batch: Batch, step: jax.Array) -> Batch:
-        return {**batch, "weights": normalised(batch["weights"])}
+        of_eagle = {}
+        if terms.chains is not None:
+            predicting = {"segments": batch["segments"][..., :-1]}
+            of_eagle = chain_batch(predicting, batch["weights"][..., 1:], terms.chains, step)
+        return {**batch, "weights": normalised(batch["weights"]), **of_eagle}
 
     def loss(params: dict[str, Any], b: Batch) -> tuple[jax.Array, Metrics]:
         policy = params["policy"]
         # What speaks of token t stands at t; the state that predicts it stands at t - 1.
-        inputs = [b[name][:, :-1] for name in ("tokens", "segments", "positions")]
-        x_exit_BSD, x_BSD = hidden_states(policy, *inputs, dtype=dtype, remat=remat)
-        at_token = {name: b[name][:, 1:] for name in b.keys() - {"tokens", "segments", "positions"}}
+        inputs = {name: b[name][:, :-1] for name in ("tokens", "segments", "positions")}
+        x_exit_BSD, x_BSD = hidden_states(policy, *inputs.values(), dtype=dtype, remat=remat)
+        at_token = {name: b[name][:, 1:] for name in b.keys() - inputs.keys() - {"eagle_weights", "eagle_offset"}}
         weights_BS = at_token["weights"]
         # What has no weight may hold anything: cleared here, it reaches neither loss nor gradient.
         at_token = {name: jnp.where(weights_BS > 0, array, 0.0) for name, array in at_token.items()}
@@ -81,6 +87,9 @@ def policy_objective(terms: PolicyTerms, *, dtype: jnp.dtype, remat: str) -> Obj
             )
             metrics["train/exit_loss"] = distilled
             total += terms.exit_weight * distilled
+        if terms.chains is not None:
+            metrics |= chain_metrics(params, x_BSD, {**b, **inputs}, terms.chains, terms.temperature)
+            total += metrics["train/eagle_loss"]
         return total, metrics
 
     return Objective(prepare, loss)

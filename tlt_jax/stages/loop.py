@@ -328,6 +328,6 @@ class _PhaseRun:
 
 
 def models_of(state: PhaseState) -> Models:
-    """The policy and exit that a phase's state holds, trained or not."""
+    """The policy and drafters that a phase's state holds, trained or not."""
     held = {**state.arrays, **(state.arrays["train"].params if "train" in state.arrays else {})}
-    return Models(held["policy"], held["exit"])
+    return Models(held["policy"], held["exit"], held.get("eagle"))

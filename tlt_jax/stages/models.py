@@ -1,6 +1,6 @@
-"""What flows from stage to stage: the policy and its drafter's exit."""
+"""What flows from stage to stage: the policy and its drafters' own weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,9 @@ from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import ConfigError
 from tlt_jax.config.schema import Config, ModelConfig
 from tlt_jax.models.declare import abstract_module, flatten, initialise, shardings, table, unflatten
+from tlt_jax.models.eagle import Eagle
 from tlt_jax.models.heads import ScalarHead, ShallowExit
-from tlt_jax.models.hf import read_drafter, read_exit, read_shape, read_weights
+from tlt_jax.models.hf import read_drafters, read_exit, read_shape, read_weights
 from tlt_jax.models.transformer import ModelShape, Transformer
 from tlt_jax.parallel.hosts import put, to_host
 from tlt_jax.parallel.mesh import compute_dtype
@@ -21,15 +22,17 @@ from tlt_jax.train.state import Build
 
 @dataclass(frozen=True)
 class Models:
-    """The policy and the shallow drafter's exit, on the mesh."""
+    """The policy, the shallow drafter's exit, and the eagle where the config drafts with one, on the mesh."""
 
     policy: Transformer
     exit: ShallowExit
+    eagle: Eagle | None = None
 
 
 def by_role(models: Models) -> dict[str, Any]:
     """The models by role."""
-    return {"policy": models.policy, "exit": models.exit}
+    found = {"policy": models.policy, "exit": models.exit, "eagle": models.eagle}
+    return {name: module for name, module in found.items() if module is not None}
 
 
 def untrained(models: Models, roles: dict[str, Any]) -> dict[str, Any]:
@@ -45,6 +48,16 @@ def transformer(shape: ModelShape) -> Build:
 def shallow_exit(shape: ModelShape) -> Build:
     """Builds the shallow drafter's module."""
     return lambda declare: ShallowExit(shape, declare)
+
+
+def eagle(shape: ModelShape) -> Build:
+    """Builds the eagle drafter's module."""
+    return lambda declare: Eagle(shape, declare)
+
+
+def with_eagle(config: Config) -> bool:
+    """Whether an eagle may draft."""
+    return "eagle" in config.speculation.drafters
 
 
 def scalar_head(shape: ModelShape) -> Build:
@@ -91,24 +104,37 @@ def checked_shape(config: Config, vocab: int, mesh: jax.sharding.Mesh) -> ModelS
     return shape
 
 
-def abstract_models(shape: ModelShape, mesh: jax.sharding.Mesh) -> Models:
+def abstract_models(shape: ModelShape, mesh: jax.sharding.Mesh, with_eagle: bool) -> Models:
     """The models' shapes, types and shardings."""
-    return Models(abstract_module(transformer(shape), mesh), abstract_module(shallow_exit(shape), mesh))
+    builds = transformer(shape), shallow_exit(shape), *([eagle(shape)] if with_eagle else [])
+    return Models(*(abstract_module(build, mesh) for build in builds))
 
 
 def initial_models(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Models:
     """Fresh models from the seed, or those of `model.init_from`, whose shape this is. Raises ConfigError if they are
     not whole."""
+    return with_drafters(config, _first_models(config, shape, mesh), mesh)
+
+
+def with_drafters(config: Config, models: Models, mesh: jax.sharding.Mesh) -> Models:
+    """The models with an eagle if the config drafts with one, a fresh one where they have none; else without."""
+    if not with_eagle(config):
+        return replace(models, eagle=None)
+    key = jax.random.fold_in(jax.random.key(config.run.seed), 2)
+    return models if models.eagle else replace(models, eagle=initialise(eagle(models.policy.shape), mesh, key))
+
+
+def _first_models(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Models:
     keys = jax.random.split(jax.random.key(config.run.seed), 2)
-    exit = initialise(shallow_exit(shape), mesh, keys[1])
     source = _source(config.model)
     if source is None:
-        return Models(initialise(transformer(shape), mesh, keys[0]), exit)
+        return Models(initialise(transformer(shape), mesh, keys[0]), initialise(shallow_exit(shape), mesh, keys[1]))
     if not (source / "config.json").is_file():
         return saved_models(source, mesh)
-    weights, drafter = read_weights(source, shape), read_drafter(source, shape)
-    policy = place(weights, transformer(shape), mesh)
-    return Models(policy, place(drafter, shallow_exit(shape), mesh) if drafter else exit)
+    policy, drafters = place(read_weights(source, shape), transformer(shape), mesh), read_drafters(source, shape)
+    builds = {"exit": shallow_exit(shape), "eagle": eagle(shape)}
+    found = {name: place(arrays, builds[name], mesh) for name, arrays in drafters.items()}
+    return Models(policy, **{"exit": found.get("exit") or initialise(builds["exit"], mesh, keys[1]), **found})
 
 
 def saved_models(folder: Path, mesh: jax.sharding.Mesh) -> Models:
@@ -116,8 +142,9 @@ def saved_models(folder: Path, mesh: jax.sharding.Mesh) -> Models:
     with Store(folder / "checkpoints", read_only=True) as store:
         step = _newest(folder, store)
         shape, arrays = ModelShape(**store.document(step)["shape"]), store.restore_host(step)
-    builds = {"policy": transformer(shape), "exit": shallow_exit(shape)}
-    return Models(**{name: place(_part(arrays, name), build, mesh) for name, build in builds.items()})
+    builds = {"policy": transformer(shape), "exit": shallow_exit(shape), "eagle": eagle(shape)}
+    parts = {name: _part(arrays, name) for name in builds}
+    return Models(**{name: place(part, builds[name], mesh) for name, part in parts.items() if part is not None})
 
 
 def place(flat: dict[str, Any], build: Build, mesh: jax.sharding.Mesh) -> Any:
@@ -154,7 +181,10 @@ def _newest(folder: Path, store: Store) -> int:
     return step
 
 
-def _part(arrays: dict[str, Any], name: str) -> dict[str, Any]:
-    """The arrays of one model; a phase keeps it either among what it trains or beside it."""
-    prefix = next(p for p in (f"train/params/{name}/", f"{name}/") if any(path.startswith(p) for path in arrays))
+def _part(arrays: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """The arrays of one model; a phase keeps it either among what it trains or beside it. None where there is none."""
+    prefixes = f"train/params/{name}/", f"{name}/"
+    prefix = next((p for p in prefixes if any(path.startswith(p) for path in arrays)), None)
+    if prefix is None:
+        return None
     return {path.removeprefix(prefix): array for path, array in arrays.items() if path.startswith(prefix)}

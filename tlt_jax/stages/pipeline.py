@@ -20,12 +20,14 @@ from tlt_jax.stages.loop import is_past
 from tlt_jax.stages.memory import parameters
 from tlt_jax.stages.models import (
     Models,
+    by_role,
     checked_shape,
     host_copy,
     initial_models,
     model_shape,
     saved_models,
     tokenizer_path,
+    with_drafters,
 )
 from tlt_jax.stages.opening import open_run
 from tlt_jax.stages.pretrain import run_pretrain
@@ -101,8 +103,7 @@ def export_run(run_dir: Path, folder: Path) -> None:
     export(
         folder,
         models.policy.shape,
-        host_copy(models.policy),
-        host_copy(models.exit),
+        *_host_copies(models),
         tokenizer,
         config.data.context_length,
     )
@@ -165,7 +166,7 @@ def _take_first_models(run: Run, stages: Sequence[str], models: Models | None) -
     if models is None and run.document and run.document["stage"] not in stages:
         models = saved_models(run.folder, run.mesh)
     if models is not None:
-        shape = models.policy.shape
+        shape, models = models.policy.shape, with_drafters(run.config, models, run.mesh)
     else:
         _warn_of_another_tokenizer(run)
         shape = checked_shape(run.config, run.corpus.tokenizer.vocab_size, run.mesh)
@@ -231,12 +232,19 @@ def _finish(run: Run, models: Models) -> None:
 
 
 def _export(run: Run, models: Models) -> None:
-    folder, policy, exit = run.folder / "export", host_copy(models.policy), host_copy(models.exit)
+    folder = run.folder / "export"
+    policy, drafters = _host_copies(models)
     if run.main:
         context = run.config.data.context_length
         with run.account.on("saving"):
-            export(folder, models.policy.shape, policy, exit, run.corpus.tokenizer, context)
+            export(folder, models.policy.shape, policy, drafters, run.corpus.tokenizer, context)
     log.info("exported to %s (loads in transformers)", folder)
+
+
+def _host_copies(models: Models) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """({path: numpy array} of the policy, the same of each drafter)."""
+    copies = {name: host_copy(module) for name, module in by_role(models).items()}
+    return copies.pop("policy"), copies
 
 
 def _report(run: Run) -> None:

@@ -20,7 +20,7 @@ from tlt_jax.parallel.hosts import to_host
 from tlt_jax.parallel.sharding import put_batch
 from tlt_jax.rl.objectives import sequence_log_probs
 from tlt_jax.rl.rewards import Completion
-from tlt_jax.stages.models import Models
+from tlt_jax.stages.models import Models, by_role
 from tlt_jax.stages.run import Run
 
 Found = TypeVar("Found")
@@ -76,7 +76,7 @@ class Sampler:
 
     def remembered(self, models: Models, find: Callable[[], Found]) -> Found:
         """What `find` gives for these models, or gave the last time if it was for the same parameters."""
-        print_of = to_host(self._fingerprint((models.policy, models.exit)))
+        print_of = to_host(self._fingerprint(by_role(models)))
         if self._last is None or self._last[0] != print_of:
             self._last = (print_of, find())
         return self._last[1]
@@ -88,13 +88,13 @@ class Sampler:
             Request(prompt, limit, seed, sampling.temperature, sampling.top_k, sampling.top_p)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        view = self.engine.view(models.policy)
+        view = self.engine.view(models.policy, models.exit, models.eagle)
         if not self._warm:
             self._warm, start = True, time.monotonic()
-            count = self.engine.warm_up(view, models.exit)
+            count = self.engine.warm_up(view)
             sizes, seconds = ", ".join(map(str, self.engine.sizes)), time.monotonic() - start
             log.info("decoding: %d programs compiled in %.1f s, for pools of %s", count, seconds, sizes)
-        return self.engine.run(view, models.exit, requests)
+        return self.engine.run(view, requests)
 
     def metrics(self, rollout: Rollout, seconds: float) -> dict[str, float]:
         """The `rollout/` metrics of a rollout that took `seconds`."""

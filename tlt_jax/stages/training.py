@@ -9,11 +9,13 @@ from typing import Any
 import jax
 
 from tlt_jax.config import Config
+from tlt_jax.config.base import Stage
 from tlt_jax.config.stage_sections import OptimizerConfig, PretrainConfig, WarmupConfig
 from tlt_jax.models.transformer import ModelShape
 from tlt_jax.parallel.programs import Program
 from tlt_jax.rl.objectives import PolicyTerms, policy_objective, reward_objective
-from tlt_jax.stages.models import Models, abstract_models, scalar_head, shallow_exit, transformer
+from tlt_jax.stages.models import Models, abstract_models, eagle, scalar_head, shallow_exit, transformer, with_eagle
+from tlt_jax.train.eagle_loss import Chains
 from tlt_jax.train.losses import next_token_objective
 from tlt_jax.train.precision import Precision, precision_of
 from tlt_jax.train.state import Role, TrainState, abstract_state, new_state
@@ -30,6 +32,7 @@ class Training:
     mesh: jax.sharding.Mesh
     precision: Precision
     spike_factor: float
+    with_eagle: bool
 
     def update(self) -> Program:
         """The update step; it compiles when it is first called, or lowered."""
@@ -44,23 +47,25 @@ class Training:
         return abstract_state(self.roles, self.mesh, self.precision)
 
     def abstract_models(self) -> Models:
-        """The shapes and shardings of the policy and its drafter's exit."""
-        return abstract_models(self.shape, self.mesh)
+        """The shapes and shardings of the policy and its drafters."""
+        return abstract_models(self.shape, self.mesh, self.with_eagle)
 
 
 def supervised_training(
     config: Config, section: PretrainConfig | WarmupConfig, shape: ModelShape, mesh: jax.sharding.Mesh
 ) -> Training:
-    """Next-token training of the policy, and of the drafter's exit if it has a loss."""
+    """Next-token training of the policy, of the drafter's exit if it has a loss, and of an eagle."""
     precision = precision_of(config.device)
+    chains = chains_of(config, "pretrain" if isinstance(section, PretrainConfig) else "finetune")
     objective = next_token_objective(
         dtype=precision.dtype,
         remat=config.model.remat,
         exit_weight=section.exit_weight,
         exit_stride=config.speculation.exit_stride,
         loss_chunk=config.model.loss_chunk,
+        chains=chains,
     )
-    roles = _policy_roles(config, shape, section.optimizer, section.exit_weight)
+    roles = _policy_roles(config, shape, section.optimizer, section.exit_weight, chains)
     return _training(config, roles, objective, shape, mesh)
 
 
@@ -75,8 +80,9 @@ def group_policy_training(config: Config, shape: ModelShape, mesh: jax.sharding.
         exit_weight=policy.exit_weight,
         kl_coef=policy.kl_coef,
         kl_estimator=policy.kl_estimator,
+        chains=chains_of(config, "finetune"),
     )
-    roles = _policy_roles(config, shape, policy.optimizer, policy.exit_weight)
+    roles = _policy_roles(config, shape, policy.optimizer, policy.exit_weight, terms.chains)
     return _training(config, roles, _policy_objective(config, terms), shape, mesh)
 
 
@@ -102,16 +108,29 @@ def ppo_training(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> 
         exit_weight=ppo.exit_weight,
         value_coef=ppo.value_coef,
         value_clip=ppo.value_clip,
+        chains=chains_of(config, "align"),
     )
-    roles = _policy_roles(config, shape, ppo.optimizer, ppo.exit_weight)
+    roles = _policy_roles(config, shape, ppo.optimizer, ppo.exit_weight, terms.chains)
     roles["value"] = Role(scalar_head(shape), ppo.value_optimizer)
     return _training(config, roles, _policy_objective(config, terms), shape, mesh)
 
 
-def _policy_roles(config: Config, shape: ModelShape, policy: OptimizerConfig, exit_weight: float) -> dict[str, Role]:
+def chains_of(config: Config, stage: Stage) -> Chains | None:
+    """How the eagle drafter is trained in a stage; None where it is not."""
+    speculation = config.speculation
+    if not with_eagle(config) or stage not in speculation.eagle_stages:
+        return None
+    return Chains(speculation.eagle_drafts, speculation.eagle_stride)
+
+
+def _policy_roles(
+    config: Config, shape: ModelShape, policy: OptimizerConfig, exit_weight: float, chains: Chains | None
+) -> dict[str, Role]:
     roles = {"policy": Role(transformer(shape), policy)}
     if exit_weight:
         roles["exit"] = Role(shallow_exit(shape), config.speculation.optimizer)
+    if chains is not None:
+        roles["eagle"] = Role(eagle(shape), config.speculation.optimizer)
     return roles
 
 
@@ -122,4 +141,6 @@ def _policy_objective(config: Config, terms: PolicyTerms) -> Objective:
 def _training(
     config: Config, roles: dict[str, Role], objective: Objective, shape: ModelShape, mesh: jax.sharding.Mesh
 ) -> Training:
-    return Training(roles, objective, shape, mesh, precision_of(config.device), config.faults.spike_factor)
+    return Training(
+        roles, objective, shape, mesh, precision_of(config.device), config.faults.spike_factor, with_eagle(config)
+    )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from tlt_jax.models.heads import ShallowExit, exit_logits, exit_states
 from tlt_jax.models.transformer import Transformer, head_matrix, hidden_states, normed
+from tlt_jax.train.eagle_loss import Chains, chain_batch, chain_metrics
 from tlt_jax.train.head_loss import chunked_cross_entropy
 from tlt_jax.train.step import Batch, Metrics, Objective, normalised
 
@@ -27,28 +28,41 @@ def weighted_sum(values: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def next_token_objective(
-    *, dtype: jnp.dtype, remat: str, exit_weight: float, exit_stride: int, loss_chunk: int = 0
+    *,
+    dtype: jnp.dtype,
+    remat: str,
+    exit_weight: float,
+    exit_stride: int,
+    loss_chunk: int = 0,
+    chains: Chains | None = None,
 ) -> Objective:
     """Cross-entropy at the last layer plus `exit_weight` times that at the exit (LayerSkip, Elhoushi et al. 2024).
 
     Batch: tokens, targets, segments, positions (int32) and weights (0 or 1), each [A, B, S]. The exit looks at every
-    `exit_stride`-th position, from an offset that moves with the step. Roles: policy, and exit where its weight is
-    above 0. Both losses are means over the tokens of weight 1 that they look at, over the whole update. The logits of
-    `loss_chunk` positions of a row are there at once (0: of all).
+    `exit_stride`-th position, from an offset that moves with the step. Roles: policy, exit where its weight is above 0,
+    and eagle where it has `chains`, whose loss reaches nothing else. All losses are means over the tokens of weight 1
+    that they look at, over the whole update. The logits of `loss_chunk` positions of a row are there at once (0: of
+    all).
     """
 
     def prepare(batch: Batch, step: jax.Array) -> Batch:
         at_exit = batch["weights"].reshape(*batch["weights"].shape[:2], -1, exit_stride)[..., step % exit_stride]
         offset = jnp.full(batch["weights"].shape[:1], step % exit_stride)
-        return {**batch, "weights": normalised(batch["weights"]), "exit_weights": normalised(at_exit), "offset": offset}
+        of_exit = {"exit_weights": normalised(at_exit), "offset": offset}
+        of_eagle = {} if chains is None else chain_batch(batch, batch["weights"], chains, step)
+        return {**batch, "weights": normalised(batch["weights"]), **of_exit, **of_eagle}
 
     def loss(params: dict[str, Any], b: Batch) -> tuple[jax.Array, Metrics]:
         policy = params["policy"]
         x_exit_BSD, x_BSD = hidden_states(policy, b["tokens"], b["segments"], b["positions"], dtype=dtype, remat=remat)
         with jax.named_scope("loss"):
             main = head_loss(policy, normed(policy, x_BSD), b["targets"], b["weights"], loss_chunk)
+        total, metrics = main, {"train/main_loss": main}
+        if chains is not None:
+            metrics |= chain_metrics(params, x_BSD, b, chains, 1.0)
+            total += metrics["train/eagle_loss"]
         if exit_weight == 0:
-            return main, {}
+            return total, metrics
         with jax.named_scope("exit_loss"):
             x_exit_BPD, targets_BP = (
                 _strided(x_exit_BSD, b["offset"], exit_stride),
@@ -56,7 +70,7 @@ def next_token_objective(
             )
             y_BPD = exit_states(params["exit"], x_exit_BPD)
             early = head_loss(policy, y_BPD, targets_BP, b["exit_weights"], loss_chunk)
-        return main + exit_weight * early, {"train/main_loss": main, "train/exit_loss": early}
+        return total + exit_weight * early, metrics | {"train/exit_loss": early}
 
     return Objective(prepare, loss)
 

@@ -1,7 +1,8 @@
 """The train state: parameters by role, and each role's optimiser state.
 
-Roles are "policy" (the transformer), "exit" (the shallow drafter's own parameters), "value" and "reward". Each role
-has its own optimiser and gradient clipping, so a drafter trained beside the policy never scales the policy's update.
+Roles are "policy" (the transformer), "exit" (the shallow drafter's own parameters), "eagle", "value" and "reward". Each
+role has its own optimiser and gradient clipping, so a drafter trained beside the policy never scales the policy's
+update.
 """
 
 from collections.abc import Callable

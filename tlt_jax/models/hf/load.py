@@ -14,7 +14,17 @@ from safetensors import SafetensorError, safe_open
 
 from tlt_jax.config import ConfigError
 from tlt_jax.config.base import LARGEST_INT
-from tlt_jax.models.hf.names import DRAFTER, INDEX, WEIGHTS, Tensor, drafter_specs, tensors, to_ours, transformer_specs
+from tlt_jax.models.hf.names import (
+    DRAFTER,
+    INDEX,
+    WEIGHTS,
+    Tensor,
+    drafter_specs,
+    in_file,
+    tensors,
+    to_ours,
+    transformer_specs,
+)
 from tlt_jax.models.transformer import ModelShape
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -109,26 +119,29 @@ def read_exit(folder: str | Path) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-def read_drafter(folder: str | Path, shape: ModelShape) -> dict[str, np.ndarray] | None:
-    """{our path: float32 array} of the ShallowExit of `shape`, from drafter.safetensors; None where there is none.
+def read_drafters(folder: str | Path, shape: ModelShape) -> dict[str, dict[str, np.ndarray]]:
+    """{drafter: {our path: float32 array}} from drafter.safetensors: "exit", and "eagle" where it holds one; empty
+    without the file.
 
     Raises ConfigError if the file is damaged, or holds a drafter of another exit or width.
     """
     folder = Path(folder).expanduser()
     found = read_exit(folder)
     if found is None:
-        return None
+        return {}
     if found != (shape.exit_layer, shape.exit_rank):
         raise ConfigError(
             f"`model.exit_layer` and `model.exit_rank` are {shape.exit_layer} and {shape.exit_rank};"
             f" expected {found[0]} and {found[1]}, those of the drafter in {str(folder / DRAFTER)!r}"
         )
-    wanted = {path: Tensor(path, spec.shape, spec, None) for path, spec in drafter_specs(shape).items()}
     with ExitStack() as stack:
         file = _open(folder / DRAFTER, stack)
         where = dict.fromkeys(file.keys(), file)
-        _check(folder / DRAFTER, where, wanted)
-        return {name: _get(file, name) for name in wanted}
+        with_eagle = any(name.startswith(in_file("eagle", "")) for name in where)
+        specs = {name: specs for name, specs in drafter_specs(shape).items() if name == "exit" or with_eagle}
+        named = {in_file(drafter, path): spec for drafter in specs for path, spec in specs[drafter].items()}
+        _check(folder / DRAFTER, where, {name: Tensor(name, spec.shape, spec, None) for name, spec in named.items()})
+        return {drafter: {path: _get(file, in_file(drafter, path)) for path in specs[drafter]} for drafter in specs}
 
 
 def _supported(path: Path, config: dict[str, Any]) -> None:

@@ -6,10 +6,13 @@ is a tensor of its own.
 
 import math
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from tlt_jax.models.declare import ParamSpec, table
+from tlt_jax.models.eagle import Eagle
 from tlt_jax.models.heads import ShallowExit
 from tlt_jax.models.transformer import ModelShape, Transformer
 
@@ -31,9 +34,15 @@ def transformer_specs(shape: ModelShape) -> dict[str, ParamSpec]:
     return table(lambda declare: Transformer(shape, declare))
 
 
-def drafter_specs(shape: ModelShape) -> dict[str, ParamSpec]:
-    """{our path: declaration} of the shallow drafter's own parameters."""
-    return table(lambda declare: ShallowExit(shape, declare))
+def drafter_specs(shape: ModelShape) -> dict[str, dict[str, ParamSpec]]:
+    """{drafter: {our path: declaration}} of the drafters' own parameters."""
+    builds: dict[str, Any] = {"exit": ShallowExit, "eagle": Eagle}
+    return {name: table(partial(build, shape)) for name, build in builds.items()}
+
+
+def in_file(drafter: str, path: str) -> str:
+    """The name of a drafter's array in its file: the exit's is its path."""
+    return path if drafter == "exit" else f"{drafter}/{path}"
 
 
 def tensors(specs: dict[str, ParamSpec]) -> list[Tensor]:

@@ -60,7 +60,7 @@ def export(
     folder: str | Path,
     shape: ModelShape,
     weights: Arrays,
-    drafter: Arrays | None,
+    drafters: dict[str, Arrays],
     tokenizer: SavesItself | None,
     context_length: int,
     dtype: str = "float32",
@@ -69,9 +69,9 @@ def export(
     """Writes the Transformer `weights` of `shape` ({our path: array}) as a Hugging Face directory.
 
     It holds config.json, generation_config.json, model.safetensors in `dtype` (shards of at most `max_shard_bytes`
-    and an index, where one file would be larger), the tokenizer's files, and drafter.safetensors: the ShallowExit
-    `drafter`, float32, with its exit in the file's metadata. A tied embedding is written once. `context_length`
-    becomes max_position_embeddings.
+    and an index, where one file would be larger), the tokenizer's files, and drafter.safetensors: the own arrays of the
+    `drafters` ("exit", "eagle"), float32, with the exit in the file's metadata; none are no file. A tied embedding is
+    written once. `context_length` becomes max_position_embeddings.
 
     A former export at `folder` is replaced as a whole. Raises ConfigError for a `dtype` that is not offered, a
     tokenizer with more ids than the embedding has rows, values that float16 cannot hold, and a folder that holds
@@ -99,8 +99,8 @@ def export(
         _write_json(into / "config.json", _config(shape, tokenizer, context_length, dtype))
         _write_json(into / "generation_config.json", _special_ids(tokenizer))
         _write_weights(into, shape, weights, DTYPES[dtype], max_shard_bytes)
-        if drafter is not None:
-            _write_drafter(into / DRAFTER, shape, drafter)
+        if drafters:
+            _write_drafters(into / DRAFTER, shape, drafters)
         if tokenizer is not None:
             tokenizer.save(into)
 
@@ -194,9 +194,12 @@ def _converted(tensor: Tensor, array: np.ndarray, dtype: np.dtype) -> np.ndarray
     return theirs
 
 
-def _write_drafter(path: Path, shape: ModelShape, drafter: Arrays) -> None:
-    _check_arrays("drafter", drafter, {name: spec.shape for name, spec in names.drafter_specs(shape).items()})
-    arrays = {name: np.ascontiguousarray(array, dtype=np.float32) for name, array in drafter.items()}
+def _write_drafters(path: Path, shape: ModelShape, drafters: dict[str, Arrays]) -> None:
+    arrays, specs = {}, names.drafter_specs(shape)
+    for drafter, own in drafters.items():
+        _check_arrays(drafter, own, {name: spec.shape for name, spec in specs[drafter].items()})
+        for name, array in own.items():
+            arrays[names.in_file(drafter, name)] = np.ascontiguousarray(array, dtype=np.float32)
     _save(arrays, path, {"format": "pt", "exit_layer": str(shape.exit_layer), "exit_rank": str(shape.exit_rank)})
 
 
