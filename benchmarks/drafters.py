@@ -43,7 +43,8 @@ def main() -> None:
         config, model_shape(config.model, corpus.tokenizer.vocab_size), make_mesh(config.device.mesh)
     )
     prompts = corpus.held_out_tasks.prompts[: 32 if options.quick else options.prompts]
-    engines = {drafter: _engine(config, models, drafter, corpus.tokenizer.eos_id) for drafter in DRAFTERS}
+    drafters = [name for name in DRAFTERS if name != "eagle" or models.eagle is not None]
+    engines = {drafter: _engine(config, models, drafter, corpus.tokenizer.eos_id) for drafter in drafters}
     values: dict[str, dict] = {}
     for temperature in (0.0, 1.0):
         rollouts, seconds = _interleaved(
@@ -108,7 +109,7 @@ def _interleaved(
                 Request(prompt, config.data.tasks.max_completion_tokens, 1_000_000 * repeat + i, temperature)
                 for i, prompt in enumerate(prompts)
             ]
-            view = engine.view(models.policy, models.exit)
+            view = engine.view(models.policy, models.exit, models.eagle)
             start = time.perf_counter()
             rollout = engine.run(view, requests)
             if repeat:

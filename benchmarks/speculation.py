@@ -83,22 +83,23 @@ def _compare(
     options: argparse.Namespace,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """({variant: figures}, {variant: ratio to off, and its interval}) after `rounds` rounds of all in turn."""
+    drafters = [name for name in DRAFTERS if name != "eagle" or models.eagle is not None]
     engines = {
         name: _engine(config, models, controller, batch, options.verification)
-        for name, controller in _variants(options.lengths)
+        for name, controller in _variants(drafters, options.lengths)
     }
     count = max(options.sequences, 2 * batch)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     rollouts: dict[str, list[Rollout]] = {name: [] for name in engines}
-    view = next(iter(engines.values())).view(models.policy, models.exit)
-    for engine in engines.values():
-        engine.warm_up(view)
+    views = {name: engine.view(models.policy, models.exit, models.eagle) for name, engine in engines.items()}
+    for name, engine in engines.items():
+        engine.warm_up(views[name])
     for round in range(options.rounds + 1):  # the first is not counted: pages and caches get warm, controllers learn
         some = [prompts[(round * count + i) % len(prompts)] for i in range(count)]
         for name, engine in engines.items():
             requests = [Request(p, NEW, 1_000_000 * round + i, temperature) for i, p in enumerate(some)]
             start = time.perf_counter()
-            rollout = engine.run(view, requests)
+            rollout = engine.run(views[name], requests)
             if round:
                 speeds[name].append(rollout.completion_length_B.sum() / (time.perf_counter() - start))
                 rollouts[name].append(rollout)
@@ -113,8 +114,7 @@ def _compare(
     return values, {name: _paired(found, speeds["off"]) for name, found in speeds.items()}
 
 
-def _variants(lengths: list[int]) -> Iterator[tuple[str, Controller]]:
-    drafters = list(DRAFTERS)
+def _variants(drafters: list[str], lengths: list[int]) -> Iterator[tuple[str, Controller]]:
     for choice in choices_of(drafters, lengths):
         yield "off" if choice == OFF else f"{choice.drafter} {choice.draft_length}", Fixed(choice)
     for name, controller in CONTROLLERS.items():
@@ -142,7 +142,7 @@ def _engine(config: Config, models: Models, controller: Controller, batch: int, 
 
 
 def _figures(engine: Engine, rollout: Rollout) -> dict[str, Any]:
-    metrics = rollout_metrics(rollout, engine.draft_length)
+    metrics = rollout_metrics(rollout, engine.mean_draft_length)
     names = ("target_calls_per_token", "accepted_length", "loop_fraction")
     figures = {name: metrics[f"rollout/{name}"] for name in names}
     mask = rollout.completion_mask_BT

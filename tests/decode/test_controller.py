@@ -1,13 +1,16 @@
 """Controllers against made-up clocks: they find the choice with the most tokens a second, and follow what moves."""
 
+import json
+
 import numpy as np
 import pytest
 
 from tlt_jax.config import load_config
-from tlt_jax.decode.controller import CONTROLLERS, Block, CostTable, Fixed, Seen, choices_of, make_controller, reward
+from tlt_jax.decode.controller import CONTROLLERS, CostTable, Fixed, choices_of, make_controller, reward
 from tlt_jax.decode.drafters import DRAFTERS
 from tlt_jax.decode.loop import BlockStats
 from tlt_jax.decode.propose import OFF, Choice
+from tlt_jax.decode.seen import Block, Seen
 
 CHOICES = choices_of(["shallow", "ngram", "off"], [2, 6])
 KEPT = {"shallow": 0.8, "ngram": 0.3, "off": 0.0}  # the chance that a draft stands, if those before it do
@@ -146,3 +149,25 @@ def test_the_configs_controller():
     assert isinstance(auto, CostTable) and set(auto.choices) == set(choices_of(list(DRAFTERS), [2, 4]))
     assert isinstance(made("drafter=auto", "controller=bandit"), CONTROLLERS["bandit"])
     assert isinstance(made("drafter=ngram"), Fixed)
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_what_was_learned_is_gone_on_from(name):
+    """Bit by bit, through JSON: the same choices as without a break."""
+    whole, broken = CONTROLLERS[name](CHOICES, 3), CONTROLLERS[name](CHOICES, 3)
+    play(whole, wide, 70)
+    play(broken, wide, 70)
+    other = CONTROLLERS[name](CHOICES, 3)
+    other.load(json.loads(json.dumps(broken.to_dict())))
+    assert play(other, wide, 60, seed=1) == play(whole, wide, 60, seed=1)
+    assert other.seen.table() == whole.seen.table()
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_what_was_learned_of_other_choices_does_no_harm(name):
+    first = CONTROLLERS[name](CHOICES, 0)
+    play(first, wide, 40)
+    fewer = choices_of(["shallow"], [6, 7])
+    other = CONTROLLERS[name](fewer, 0)
+    other.load(first.to_dict())
+    assert set(play(other, wide, 300)) <= set(fewer)

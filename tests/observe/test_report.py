@@ -246,10 +246,17 @@ def test_hints_and_compiled_steps_are_shown(tmp_path):
         "health": [{"name": "input-bound", "text": "<i>slow</i>"}],
         "programs": [{"name": "update", "shape": "1 x 4 x 128", "flops": 182_612_832.0, **sizes}],
         "buffers": [{"name": "train/w", "bytes": 2048.0}],
-    }
+        "drafting": [
+            {"size": 8, "drafter": "off", "draft_length": 0, "round_ms": 2.5, "tokens_per_call": 1.0,
+             "tokens_per_second": 3200.0, "share": 0.25},
+            {"size": 8, "drafter": "<eagle>", "draft_length": 5, "round_ms": 5.0, "tokens_per_call": 3.5,
+             "tokens_per_second": 5600.0, "share": 0.75},
+        ],
+    }  # fmt: skip
     write_json(folder / "results.json", results)
     text = " ".join(page_of(folder).text.split())
     assert "Pretrain: input-bound: <i>slow</i>." in text and "Nothing was found" not in text
+    assert "8<eagle>553.5005,60075.0%8off02.50013,20025.0%" in text
     assert "update, 1 x 4 x 128182.61 M1.500 KiB3 MiB–0 B" in text and "Pretrain: train/w 2 KiB" in text
     results["phases"][0]["health"] = []
     write_json(folder / "results.json", results)
@@ -257,7 +264,14 @@ def test_hints_and_compiled_steps_are_shown(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", [{"health": 5}, {"health": ["x"]}, {"programs": [{"name": "u", "flops": "x"}]}, {"buffers": [{}]}]
+    "damage",
+    [
+        {"health": 5},
+        {"health": ["x"]},
+        {"programs": [{"name": "u", "flops": "x"}]},
+        {"buffers": [{}]},
+        {"drafting": [{"drafter": "off", "share": "much"}]},
+    ],
 )
 def test_what_is_not_as_a_run_writes_it_is_left_out(tmp_path, damage):
     folder = make_run(tmp_path / "run", PHASES[:2])

@@ -18,6 +18,7 @@ from tlt_jax.rl.objectives import (
     sequence_rewards,
     sequence_values,
 )
+from tlt_jax.train.eagle_loss import Chains
 
 ROWS, LENGTH, TEMPERATURE = 4, 9, 0.7
 FLOAT = jnp.float32
@@ -188,6 +189,17 @@ def test_the_drafters_loss_leaves_the_policys_gradient_alone():
     for path, found in flatten(gradient["policy"]).items():
         np.testing.assert_allclose(found, flatten(expected["policy"])[path], atol=1e-6, err_msg=path)
     assert float(jnp.abs(gradient["exit"].down).max()) > 1e-4
+
+
+def test_an_eagles_loss_leaves_the_policys_gradient_alone():
+    eagle, terms = tiny.eagle(), TERMS._replace(chains=Chains(drafts=2, stride=1))
+    (loss, metrics), gradient = value_and_gradient(terms, batch(), {"policy": MODEL, "eagle": eagle})
+    (plain, _), expected = plain_result()
+    for path, found in flatten(gradient["policy"]).items():
+        np.testing.assert_allclose(found, flatten(expected["policy"])[path], atol=1e-6, err_msg=path)
+    assert all(float(jnp.abs(a).max()) > 0 for a in jax.tree.leaves(gradient["eagle"]))
+    assert 0 < float(metrics["train/eagle_acceptance"]) < 1
+    assert float(loss) == pytest.approx(float(plain) + float(metrics["train/eagle_loss"]), abs=1e-6)
 
 
 REWARDS = jax.jit(partial(sequence_rewards, dtype=FLOAT))

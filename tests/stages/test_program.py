@@ -17,13 +17,15 @@ from support import program
 from tlt_jax.observe.trace_names import PERFETTO, operation_names
 
 STEPS = 20
+EAGLE = "speculation.drafter=eagle"
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    """A folder in which the tiny config ran to its end without a break; two steps of the group policy were traced."""
+    """A folder in which the tiny config ran to its end without a break, drafting with an eagle; two steps of the group
+    policy were traced."""
     folder = tmp_path_factory.mktemp("finished")
-    program.run(folder, "profile.steps=12:13")
+    program.run(folder, EAGLE, "profile.steps=12:13", "data.source.hub_token=hunter2")
     return folder
 
 
@@ -62,9 +64,8 @@ def test_a_run_leaves_all_that_it_promises(finished):
 def test_metrics_carry_the_fields_names(finished):
     rows = program.rows(finished)
     by_phase = {row["phase"]: row for row in rows}
-    assert {"train/loss", "train/lr", "train/grad_norm", "train/tokens_per_second", "train/exit_loss"} <= by_phase[
-        "pretrain"
-    ].keys()
+    of_supervised = {"train/loss", "train/lr", "train/grad_norm", "train/tokens_per_second", "train/exit_loss"}
+    assert of_supervised | {"train/eagle_loss", "train/eagle_acceptance"} <= by_phase["pretrain"].keys()
     rollout = {
         "rollout/target_calls_per_token",
         "rollout/accepted_length",
@@ -75,6 +76,7 @@ def test_metrics_carry_the_fields_names(finished):
         "rollout/logprob_abs_diff_max",
         "rollout/logprob_kl",
         "rollout/draft_length",
+        "train/eagle_acceptance",
     }
     shared = rollout | {
         "rl/reward",
@@ -121,10 +123,10 @@ def test_a_healthy_run_gets_no_hints_and_says_what_it_compiled(finished):
     assert [phase["health"] for phase in found["phases"]] == [[]] * 5
     assert "measured by a bare matmul" in found["facts"]["peak"]
     first = {entry["name"]: entry for entry in found["phases"][0]["programs"]}
-    assert set(first) == {"update", "decode block shallow 3"} and first["update"]["shape"] == "1 x 4 x 128"
+    assert set(first) == {"update", "decode block eagle 3"} and first["update"]["shape"] == "1 x 4 x 128"
     assert all(entry[figure] > 0 for entry in first.values() for figure in ("flops", "arguments", "temporaries"))
     assert all(
-        [entry["name"] for entry in phase["programs"]].count("decode block shallow 3") == 0
+        [entry["name"] for entry in phase["programs"]].count("decode block eagle 3") == 0
         for phase in found["phases"][1:]
     )
     assert found["phases"][0]["buffers"][0] == {"name": "train/params/policy/embedding", "bytes": 512 * 32 * 4}
@@ -140,10 +142,11 @@ def test_a_healthy_run_gets_no_hints_and_says_what_it_compiled(finished):
 def test_a_finished_run_says_so_and_exits_0(finished):
     before = program.parameters(finished)
     shutil.rmtree(finished / "runs/tiny/export")  # which is made again
-    text = program.run(finished, "sampling.temperature=0.5")
+    text = program.run(finished, EAGLE, "sampling.temperature=0.5")
     assert "this run is finished" in text and "exported to" in text
     assert program.parameters(finished) == before
-    assert "differs from the one this run was last started with, in: profile.steps, sampling.temperature" in text
+    assert "differs from the one this run was last started with, in: " in text
+    assert "profile.steps" in text and "sampling.temperature" in text
     assert "`model.hidden` was 64, now 128" in program.run(finished, "model.hidden=128", code=2)
     assert "began with other data" in program.run(finished, "run.seed=3", code=2)
     assert program.parameters(finished) == before
@@ -171,7 +174,7 @@ def test_a_stage_runs_alone_from_an_export_and_from_a_run(finished):
 def test_killed_at_any_moment_it_ends_with_the_same_parameters(finished, tmp_path):
     """SIGKILL in data preparation, a training step, a save, and once a phase is under way in each phase of rollouts;
     then the same command to the end."""
-    saving = ["checkpoint.every_steps=1"]
+    saving = [EAGLE, "checkpoint.every_steps=1"]
     steps = tmp_path / "runs/tiny/checkpoints/steps"
 
     def last_phase() -> str:
@@ -259,9 +262,8 @@ def test_a_run_that_diverges_goes_back_and_then_stops_and_says_what_it_saw(tmp_p
     assert sum(row["train/skipped"] for row in rows) >= 6
 
 
-def test_secrets_stay_out_of_the_run_directory(tmp_path):
-    program.run(tmp_path, "data.source.hub_token=hunter2", "stages=[pretrain]", "budget.total=1", "run.export=false")
-    for path in (tmp_path / "runs").rglob("*"):
+def test_secrets_stay_out_of_the_run_directory(finished):
+    for path in (finished / "runs").rglob("*"):
         assert path.is_dir() or b"hunter2" not in path.read_bytes(), path
 
 

@@ -140,6 +140,11 @@ class SpeculationConfig(Section):
         """All that may draft."""
         return tuple(self.auto_drafters) if self.drafter == "auto" else (self.drafter,)
 
+    @property
+    def with_eagle(self) -> bool:
+        """Whether an eagle may draft."""
+        return "eagle" in self.drafters
+
     @model_validator(mode="after")
     def _order(self):
         if self.ngram_min > self.ngram_max:

@@ -5,104 +5,15 @@ the most tokens per second at each size of the pool, `off` included.
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tlt_jax.config.schema import SpeculationConfig
-from tlt_jax.decode.loop import BlockStats
 from tlt_jax.decode.propose import OFF, Choice
-
-Key = tuple[int, Choice]  # the pool's size, and the choice
-
-
-@dataclass(frozen=True)
-class Block:
-    """What one block did, on the host; `size` is the pool's, `seconds` from its start to its last result."""
-
-    size: int
-    choice: Choice
-    seconds: float
-    stats: BlockStats
-
-
-class Seen:
-    """What was measured: seconds a round of each size and choice; by drafter and position, how often drafts were asked
-    for, offered and kept; how often each was chosen."""
-
-    RECENT = 32  # blocks whose median is a round's time
-    HALF = 20_000.0  # rounds of a sequence after which what was seen counts half
-    GOOD = 0.9  # the chance with which a good drafter's draft is kept
-
-    def __init__(self) -> None:
-        self.seconds: dict[Key, deque[float]] = {}
-        self.asked: dict[str, np.ndarray] = {}
-        self.offered: dict[str, np.ndarray] = {}
-        self.kept: dict[str, np.ndarray] = {}
-        self.chosen: Counter[Key] = Counter()
-        self.last: dict[Key, int] = {}
-        self.blocks = 0
-
-    def add(self, block: Block) -> None:
-        stats, key = block.stats, (block.size, block.choice)
-        if not stats.rounds:
-            return
-        self.blocks += 1
-        self.last[key] = self.blocks
-        self.chosen[key] += int(stats.rounds)
-        self.seconds.setdefault(key, deque(maxlen=self.RECENT)).append(block.seconds / int(stats.rounds))
-        name, length, fade = block.choice.drafter, block.choice.draft_length, 0.5 ** (int(stats.calls) / self.HALF)
-        asked = np.full(length, float(stats.calls))
-        for store, new in ((self.asked, asked), (self.offered, stats.offered_G), (self.kept, stats.kept_G)):
-            store[name] = fade * _wide(store.get(name), length)
-            store[name][:length] += new
-
-    def round_seconds(self, key: Key) -> float:
-        return float(np.median(self.seconds[key]))
-
-    def tokens(self, choice: Choice, hope: float = 0.0) -> float:
-        """Expected tokens of a sequence's round: 1 and the chances that the first, second, ... draft is kept."""
-        return 1.0 + float(self.survival(choice, hope).sum())
-
-    def survival(self, choice: Choice, hope: float = 0.0) -> np.ndarray:
-        """How likely a first, second, ... draft of the choice is there and kept, with those before it. `hope`: as many
-        rounds are added in which drafts were kept as a good drafter's are."""
-        name, length = choice.drafter, choice.draft_length
-        asked, kept = (_wide(store.get(name), length)[:length] for store in (self.asked, self.kept))
-        good = self.GOOD ** np.arange(1, length + 1)
-        return (kept + hope * good) / np.maximum(asked + hope, 1.0)
-
-    def acceptance(self, drafter: str) -> np.ndarray:
-        """The share of the drafter's first, second, ... drafts that was kept."""
-        return self.kept.get(drafter, np.zeros(0)) / np.maximum(self.offered.get(drafter, np.zeros(0)), 1.0)
-
-    def speed(self, key: Key, hope: float = 0.0) -> float:
-        """Expected tokens a second of one sequence, other things equal; what is not measured has none."""
-        return self.tokens(key[1], hope) / self.round_seconds(key) if key in self.seconds else 0.0
-
-    def table(self) -> list[dict[str, Any]]:
-        rounds = sum(self.chosen.values())
-        return [
-            {
-                "size": size,
-                "drafter": choice.drafter,
-                "draft_length": choice.draft_length,
-                "round_ms": 1e3 * self.round_seconds((size, choice)),
-                "tokens_per_call": self.tokens(choice),
-                "tokens_per_second": size * self.speed((size, choice)),
-                "share": self.chosen[size, choice] / rounds,
-            }
-            for size, choice in sorted(self.seconds, key=lambda key: (-key[0], key[1].drafter, key[1].draft_length))
-        ]
-
-
-def _wide(array: np.ndarray | None, length: int) -> np.ndarray:
-    """The array with at least `length` entries, zeros where it had none."""
-    array = np.zeros(0) if array is None else array
-    return np.pad(array, (0, max(length - len(array), 0)))
+from tlt_jax.decode.seen import Block, Key, Seen, key_of, named
 
 
 class Controller(ABC):
@@ -118,6 +29,15 @@ class Controller(ABC):
     def observe(self, block: Block) -> None:
         """Takes what a block did."""
         self.seen.add(block)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, from which `load` goes on."""
+        return {"seen": self.seen.to_dict()}
+
+    def load(self, found: dict[str, Any]) -> None:
+        """Goes on from what `to_dict` of the same kind of controller gave; what it holds of other choices than these
+        is never asked for."""
+        self.seen.load(found["seen"])
 
 
 class Fixed(Controller):
@@ -179,6 +99,15 @@ class Bandit(Controller):
             rewards = self._rewards.setdefault((block.size, block.choice), deque(maxlen=self.WINDOW))
             rewards.append(reward(block))
 
+    def to_dict(self) -> dict[str, Any]:
+        rewards = [{**named(key), "rewards": list(found)} for key, found in self._rewards.items()]
+        return super().to_dict() | {"rewards": rewards, "random": self._random.bit_generator.state}
+
+    def load(self, found: dict[str, Any]) -> None:
+        super().load(found)
+        self._rewards = {key_of(entry): deque(entry["rewards"], maxlen=self.WINDOW) for entry in found["rewards"]}
+        self._random.bit_generator.state = found["random"]
+
 
 class PolicyGradient(Controller):
     """A softmax over the choices for each size of the pool, trained by REINFORCE (Williams 1992) on tokens a second,
@@ -212,6 +141,27 @@ class PolicyGradient(Controller):
             taken - self.probabilities(size)
         )
         self._mean[size] = mean + self.BASELINE * (gain - mean)
+
+    def to_dict(self) -> dict[str, Any]:
+        sizes = [
+            {
+                "size": size,
+                "mean": mean,
+                "choices": [named((size, choice)) for choice in self.choices],
+                "logits": self._logits[size].tolist(),
+            }
+            for size, mean in self._mean.items()
+        ]
+        return super().to_dict() | {"sizes": sizes, "random": self._random.bit_generator.state}
+
+    def load(self, found: dict[str, Any]) -> None:
+        super().load(found)
+        for entry in found["sizes"]:
+            logits = dict(zip(map(key_of, entry["choices"]), entry["logits"], strict=True))
+            size = entry["size"]
+            self._mean[size] = entry["mean"]
+            self._logits[size] = np.array([logits.get((size, choice), 0.0) for choice in self.choices])
+        self._random.bit_generator.state = found["random"]
 
 
 def reward(block: Block) -> float:

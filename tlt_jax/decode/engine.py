@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tlt_jax.config import ConfigError
-from tlt_jax.decode.controller import Block, Controller
+from tlt_jax.decode.controller import Controller
 from tlt_jax.decode.history import History
 from tlt_jax.decode.loop import (
     Admission,
@@ -30,6 +30,7 @@ from tlt_jax.decode.loop import (
 from tlt_jax.decode.propose import Choice, Rules
 from tlt_jax.decode.rollout import Rollout
 from tlt_jax.decode.sampling import SamplingParams
+from tlt_jax.decode.seen import Block
 from tlt_jax.models.decode_view import DecodeView, decode_view, view_shardings
 from tlt_jax.models.eagle import Eagle
 from tlt_jax.models.heads import ShallowExit
@@ -141,6 +142,12 @@ class Engine:
         """Frees every slot, and the memory of the pool until the next request."""
         self._state: Slots | None = None
         self._owner: list[tuple[int, Request] | None] = []
+        self._calls = self._asked = 0  # verifications of sequences since `run` began, and drafts asked for
+
+    @property
+    def mean_draft_length(self) -> float:
+        """Of the latest `run`: drafts that were asked for, a verification of a sequence."""
+        return self._asked / max(self._calls, 1)
 
     def view(self, model: Transformer, exit: ShallowExit, eagle: Eagle | None = None) -> DecodeView:
         """The decode view of the current parameters, the drafters' too (`eagle` where it may be chosen): make it once
@@ -204,6 +211,8 @@ class Engine:
         done, stats = to_host((self._state.done_B, stats))
         seconds = time.perf_counter() - start
         self.controller.observe(Block(len(self._owner), choice, seconds, stats))
+        self._calls += int(stats.calls)
+        self._asked += int(stats.calls) * choice.draft_length
         stopped = self._stopped()
         if stopped:  # the device does not know it yet
             done = np.isin(np.arange(len(done)), list(stopped)) | done
@@ -233,6 +242,7 @@ class Engine:
         """Completes every request; a finished slot takes the next prompt. The rollout is in the requests' order."""
         waiting = list(enumerate(requests))[::-1]
         results: dict[int, dict[str, np.ndarray]] = {}
+        self._calls = self._asked = 0
         with jax.set_mesh(self.mesh):
             while len(results) < len(requests):
                 self._fit(min(self.active + len(waiting), self.slots))

@@ -73,7 +73,7 @@ def is_loop(tokens: np.ndarray, window: int = 64, longest_period: int = 16) -> b
     )
 
 
-def rollout_metrics(rollout: Rollout, draft_length: int) -> dict[str, float]:
+def rollout_metrics(rollout: Rollout, draft_length: float) -> dict[str, float]:
     """The `rollout/` metrics. Calls and acceptance leave loops out; `rollout/loop_fraction` is their share."""
     loops = np.array([is_loop(tokens) for tokens in rollout.completions()], bool)
     counted = rollout.select(~loops) if not loops.all() else rollout

@@ -11,7 +11,7 @@ from typing import Any
 from tlt_jax.observe.figures import show_change, show_count, show_number, show_seconds, show_value
 from tlt_jax.observe.goodput import render_account
 from tlt_jax.observe.markup import cells, escape
-from tlt_jax.observe.page_insight import health_section, programs_section
+from tlt_jax.observe.page_insight import drafting_section, health_section, programs_section
 from tlt_jax.observe.plots import Series, curve_svg
 from tlt_jax.observe.style import CSS
 
@@ -58,6 +58,7 @@ def render_page(report: dict[str, Any]) -> str:
         health_section(phases),
         *(_phase(phase) for phase in phases),
         _time(phases, report["time"], report["account"]),
+        drafting_section(phases),
         programs_section(phases),
         _all_metrics(phases),
         _notes(report),

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from tlt_jax.observe.figures import show_count, show_size
+from tlt_jax.observe.figures import show_count, show_number, show_size, show_value
 from tlt_jax.observe.markup import cells, escape
 
+MEASURED = ("draft_length", "round_ms", "tokens_per_call", "tokens_per_second")
 MEMORY = ("arguments", "temporaries", "output", "aliased")
 
 
@@ -54,3 +55,28 @@ def programs_section(phases: list[dict[str, Any]]) -> str:
     )
     state = f"<details><summary>Largest arrays of the state, on one device</summary><ul>{''.join(kept)}</ul></details>"
     return f'<section><h2 id="programs">Compiled steps</h2>{table}{note}{state if kept else ""}</section>'
+
+
+def drafting_section(phases: list[dict[str, Any]]) -> str:
+    """What each choice of drafter and draft length cost and gave, at each size of the pool; "" where nothing was
+    decoded."""
+    tables = [phase["drafting"] for phase in phases if phase["drafting"]]
+    if not tables:
+        return ""
+    shown = sorted(tables[-1], key=lambda row: (-(row.get("size") or 0), -(row.get("tokens_per_second") or 0)))
+    rows = "".join(
+        f'<tr><th scope="row">{show_number(row.get("size"))}</th><td>{escape(row["drafter"])}</td>'
+        + cells(show_number(row.get(name)) for name in MEASURED)
+        + cells([show_value("_fraction", row.get("share"))])
+        + "</tr>"
+        for row in shown
+    )
+    names = ("Drafts", "Round, ms", "Tokens a call", "Tokens/s of a full pool", "Share of rounds")
+    head = "".join(f'<th scope="col" class="n">{name}</th>' for name in names)
+    return (
+        '<section><h2 id="drafting">Drafting</h2><div class="scroll" tabindex="0"><table><thead><tr>'
+        f'<th scope="col">Pool</th><th scope="col">Drafter</th>{head}</tr></thead><tbody>{rows}</tbody>'
+        '</table></div><p class="note">Over the whole run: the median time of a round of drafts and their verification,'
+        " and the tokens that a sequence is expected to gain from one, by the drafts that were kept so far."
+        " `auto` goes by their ratio.</p></section>"
+    )

@@ -19,7 +19,7 @@ from tlt_jax.observe.run_files import Row, read_run_files, section
 STAGE_PHASES = {"pretrain": ("pretrain",), "finetune": ("warmup", "policy"), "align": ("reward_model", "ppo")}
 SAMPLES_SHOWN = 4  # prompts a phase
 EDGE = 0.1  # share of a phase's steps that "first" and "last" of a noisy metric average over
-INSIGHT = ("health", "programs", "buffers")  # lists that only results.json holds
+INSIGHT = ("health", "programs", "buffers", "drafting")  # lists that only results.json holds
 PHASE_FIELDS = ("stage", "phase", "steps", "tokens", "seconds", "before", "after", "time", "note", *INSIGHT)
 
 

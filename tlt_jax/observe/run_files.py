@@ -110,9 +110,15 @@ def _is_record(entry: Any) -> bool:
 
 
 def _is_insight(entry: Row) -> bool:
-    """Whether the lists on health, compiled programs and buffers, where there are any, hold what they should."""
-    texts = {"health": ("name", "text"), "programs": ("name",), "buffers": ("name",)}
-    numbers = {"programs": ("flops", "arguments", "temporaries", "output", "aliased"), "buffers": ("bytes",)}
+    """Whether the lists on health, compiled programs, buffers and drafting, where there are any, hold what they
+    should."""
+    texts = {"health": ("name", "text"), "programs": ("name",), "buffers": ("name",), "drafting": ("drafter",)}
+    measured = ("size", "draft_length", "round_ms", "tokens_per_call", "tokens_per_second", "share")
+    numbers = {
+        "programs": ("flops", "arguments", "temporaries", "output", "aliased"),
+        "buffers": ("bytes",),
+        "drafting": measured,
+    }
     for field, names in texts.items():
         items = [] if entry.get(field) is None else entry[field]
         if not isinstance(items, list):

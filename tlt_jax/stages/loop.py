@@ -294,6 +294,7 @@ class _PhaseRun:
                 "seconds": run.seconds,
                 "account": run.account.seconds,
                 "samples": run.samples.count(),
+                "controller": self.phase.sampler.state(),
                 "shape": asdict(run.shape),
                 "data": run.corpus.summary["digest"],
             }
@@ -315,6 +316,7 @@ class _PhaseRun:
             tokens=self.spent.tokens,
             seconds=self.spent.seconds,
             time=times,
+            drafting=self.phase.sampler.drafting(),
             **self.insight.figures(),
         )
 

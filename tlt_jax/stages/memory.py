@@ -13,6 +13,7 @@ import numpy as np
 from tlt_jax.config import Config, ConfigError
 from tlt_jax.config.stage_sections import OptimizerConfig
 from tlt_jax.models.declare import table
+from tlt_jax.models.eagle import Eagle
 from tlt_jax.models.transformer import ModelShape, Transformer
 
 MOMENTS = {
@@ -37,11 +38,19 @@ def memory(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh, dtype: np
         "decode view": dtype.itemsize * parameters(shape) / mesh.shape["tensor"],
         "cache of all slots": width * config.speculation.slots / rows * positions * dtype.itemsize,
     }
+    eagle = {}
+    if config.speculation.with_eagle:
+        own = sum(math.prod(spec.shape) for spec in table(lambda d: Eagle(shape, d)).values())
+        one_layer = decoding["cache of all slots"] / shape.layers
+        states = shape.width * config.speculation.slots / rows * positions * dtype.itemsize
+        trained = 4 * own * (2 + MOMENTS[config.speculation.optimizer.name]) / mesh.shape["tensor"]
+        eagle["eagle"] = trained + dtype.itemsize * own / mesh.shape["tensor"] + one_layer + states
     phases = [
         {
             "weights, gradients and optimiser": 4 * count * (2 + MOMENTS[phase.optimizer.name]),
             "frozen models": 4 * count * phase.frozen,
             **decoding,
+            **eagle,
             "a batch": 20.0 * phase.tokens / rows,
         }
         for phase in _phases(config, positions)

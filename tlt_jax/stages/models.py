@@ -55,11 +55,6 @@ def eagle(shape: ModelShape) -> Build:
     return lambda declare: Eagle(shape, declare)
 
 
-def with_eagle(config: Config) -> bool:
-    """Whether an eagle may draft."""
-    return "eagle" in config.speculation.drafters
-
-
 def scalar_head(shape: ModelShape) -> Build:
     """Builds the module of values and rewards."""
     return lambda declare: ScalarHead(shape, declare)
@@ -118,7 +113,7 @@ def initial_models(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -
 
 def with_drafters(config: Config, models: Models, mesh: jax.sharding.Mesh) -> Models:
     """The models with an eagle if the config drafts with one, a fresh one where they have none; else without."""
-    if not with_eagle(config):
+    if not config.speculation.with_eagle:
         return replace(models, eagle=None)
     key = jax.random.fold_in(jax.random.key(config.run.seed), 2)
     return models if models.eagle else replace(models, eagle=initialise(eagle(models.policy.shape), mesh, key))

@@ -69,10 +69,22 @@ class Sampler:
             sizes=speculation.pool_sizes,
             led=lambda number: run.company.agree("draft", number)[0],
         )
+        state = (run.document or {}).get("controller") or {}
+        if state.get("name") == type(self.engine.controller).__name__:
+            self.engine.controller.load(state)
         self._last: Any = None
         self._warm = False
         self._fingerprint = jax.jit(lambda tree: [jnp.sum(jnp.abs(a)) for a in jax.tree.leaves(tree)])
         self._log_probs = jax.jit(partial(sequence_log_probs, temperature=sampling.temperature, dtype=run.dtype))
+
+    def state(self) -> dict[str, Any]:
+        """What the controller has learned, in plain JSON values, for a checkpoint."""
+        controller = self.engine.controller
+        return {"name": type(controller).__name__, **controller.to_dict()}
+
+    def drafting(self) -> list[dict[str, Any]]:
+        """What was measured of each size of the pool and each choice of drafter and draft length, in this run."""
+        return self.engine.controller.seen.table()
 
     def remembered(self, models: Models, find: Callable[[], Found]) -> Found:
         """What `find` gives for these models, or gave the last time if it was for the same parameters."""
@@ -99,7 +111,7 @@ class Sampler:
     def metrics(self, rollout: Rollout, seconds: float) -> dict[str, float]:
         """The `rollout/` metrics of a rollout that took `seconds`."""
         speed = float(rollout.completion_length_B.sum() / max(seconds, 1e-9))
-        return {**rollout_metrics(rollout, self.engine.draft_length), "rollout/tokens_per_second": speed}
+        return {**rollout_metrics(rollout, self.engine.mean_draft_length), "rollout/tokens_per_second": speed}
 
     def completions(self, rollout: Rollout, tasks: Tasks, indices: Sequence[int] | np.ndarray) -> list[Completion]:
         """What the rewards see of a rollout of the tasks that `indices` pick."""

@@ -14,7 +14,7 @@ from tlt_jax.config.stage_sections import OptimizerConfig, PretrainConfig, Warmu
 from tlt_jax.models.transformer import ModelShape
 from tlt_jax.parallel.programs import Program
 from tlt_jax.rl.objectives import PolicyTerms, policy_objective, reward_objective
-from tlt_jax.stages.models import Models, abstract_models, eagle, scalar_head, shallow_exit, transformer, with_eagle
+from tlt_jax.stages.models import Models, abstract_models, eagle, scalar_head, shallow_exit, transformer
 from tlt_jax.train.eagle_loss import Chains
 from tlt_jax.train.losses import next_token_objective
 from tlt_jax.train.precision import Precision, precision_of
@@ -118,7 +118,7 @@ def ppo_training(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> 
 def chains_of(config: Config, stage: Stage) -> Chains | None:
     """How the eagle drafter is trained in a stage; None where it is not."""
     speculation = config.speculation
-    if not with_eagle(config) or stage not in speculation.eagle_stages:
+    if not speculation.with_eagle or stage not in speculation.eagle_stages:
         return None
     return Chains(speculation.eagle_drafts, speculation.eagle_stride)
 
@@ -142,5 +142,11 @@ def _training(
     config: Config, roles: dict[str, Role], objective: Objective, shape: ModelShape, mesh: jax.sharding.Mesh
 ) -> Training:
     return Training(
-        roles, objective, shape, mesh, precision_of(config.device), config.faults.spike_factor, with_eagle(config)
+        roles,
+        objective,
+        shape,
+        mesh,
+        precision_of(config.device),
+        config.faults.spike_factor,
+        config.speculation.with_eagle,
     )

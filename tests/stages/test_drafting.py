@@ -1,0 +1,83 @@
+"""The drafters in a run: trained, chosen among, kept in checkpoints and exports, and gone on with."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import tiny
+
+from tlt_jax.checkpoint.store import Store
+from tlt_jax.config import load_config
+from tlt_jax.models.declare import flatten
+from tlt_jax.stages.models import initial_models, model_shape, saved_models
+from tlt_jax.stages.pipeline import run_all
+
+ROOT = Path(__file__).resolve().parents[2]
+AUTO = ["speculation.drafter=auto", "speculation.auto_drafters=[eagle]", "speculation.auto_draft_lengths=[2]"]
+
+
+def config(folder: Path, *overrides: str):
+    places = [f"run.output_dir={folder}/runs", f"data.cache_dir={folder}/data", "run.trackers=[]"]
+    return load_config(ROOT / "configs/tiny.yaml", [*places, "device.compilation_cache=", *overrides])
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """(a folder in which pretraining ran with an automatic drafter, its result)."""
+    folder = tmp_path_factory.mktemp("auto")
+    return folder, run_all(config(folder, *AUTO, "stages=[pretrain]", "budget.total=3"))
+
+
+def arrays(module) -> dict[str, bytes]:
+    return {path: np.asarray(array).tobytes() for path, array in flatten(module).items()}
+
+
+def learned(folder: Path) -> dict:
+    """What the newest checkpoint holds of the controller."""
+    with Store(folder / "runs/tiny/checkpoints", read_only=True) as store:
+        return store.document(store.newest())["controller"]
+
+
+def test_the_eagle_is_trained_and_measured(pretrained):
+    folder, result = pretrained
+    fresh = initial_models(config(folder, *AUTO), result.models.policy.shape, tiny.mesh()).eagle
+    assert all(a != b for a, b in zip(arrays(fresh).values(), arrays(result.models.eagle).values(), strict=True))
+    rows = [json.loads(line) for line in (folder / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+    assert all(np.isfinite(row["train/eagle_loss"]) and 0 < row["train/eagle_acceptance"] < 1 for row in rows)
+
+
+def test_choices_are_in_the_record_and_the_report(pretrained):
+    folder, result = pretrained
+    table = result.phases[0]["drafting"]
+    assert {(row["drafter"], row["draft_length"]) for row in table} == {("off", 0), ("eagle", 2)}
+    assert sum(row["share"] for row in table) == pytest.approx(1.0)
+    after = result.phases[0]["after"]
+    assert 0.0 <= after["rollout/draft_length"] <= 2.0
+    page = (folder / "runs/tiny/report.html").read_text()
+    assert '<h2 id="drafting">' in page and "<td>eagle</td>" in page
+
+
+def test_checkpoint_and_export_hold_the_eagle_and_the_checkpoint_the_controller(pretrained):
+    folder, result = pretrained
+    expected = arrays(result.models.eagle)
+    assert arrays(saved_models(folder / "runs/tiny", tiny.mesh()).eagle) == expected
+    for source in ("runs/tiny/export", "runs/tiny"):
+        again = config(folder, *AUTO, f"model.init_from={folder}/{source}")
+        shape = model_shape(again.model, result.models.policy.shape.vocab)
+        assert arrays(initial_models(again, shape, tiny.mesh()).eagle) == expected
+        assert initial_models(config(folder, f"model.init_from={folder}/{source}"), shape, tiny.mesh()).eagle is None
+    assert learned(folder)["name"] == "CostTable" and learned(folder)["seen"]["blocks"] > 0
+
+
+def test_a_later_stage_goes_on_with_what_was_learned(pretrained):
+    """Of the controller, and of the eagle, which this one leaves as it is."""
+    folder, before = pretrained
+    blocks = learned(folder)["seen"]["blocks"]
+    options = ["stages=[finetune]", "budget.total=3", "speculation.eagle_stages=[pretrain]", "run.export=false"]
+    after = run_all(config(folder, *AUTO, *options))
+    assert arrays(after.models.eagle) == arrays(before.models.eagle)
+    assert arrays(after.models.policy) != arrays(before.models.policy)
+    found = learned(folder)["seen"]
+    assert found["blocks"] > blocks
+    assert sum(key["chosen"] for key in found["keys"]) > found["blocks"]  # rounds, those of pretraining among them
