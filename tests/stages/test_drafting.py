@@ -8,7 +8,7 @@ import pytest
 from support import tiny
 
 from tlt_jax.checkpoint.store import Store
-from tlt_jax.config import load_config
+from tlt_jax.config import ConfigError, load_config
 from tlt_jax.models.declare import flatten
 from tlt_jax.stages.models import initial_models, model_shape, saved_models
 from tlt_jax.stages.pipeline import run_all
@@ -70,12 +70,16 @@ def test_checkpoint_and_export_hold_the_eagle_and_the_checkpoint_the_controller(
     assert learned(folder)["name"] == "CostTable" and learned(folder)["seen"]["blocks"] > 0
 
 
-def test_a_later_stage_goes_on_with_what_was_learned(pretrained):
-    """Of the controller, and of the eagle, which this one leaves as it is."""
+def test_a_later_stage_goes_on_in_the_same_run_directory_with_what_was_learned(pretrained):
+    """By the controller, and by the eagle, which this one leaves as it is."""
     folder, before = pretrained
     blocks = learned(folder)["seen"]["blocks"]
     options = ["stages=[finetune]", "budget.total=3", "speculation.eagle_stages=[pretrain]", "run.export=false"]
     after = run_all(config(folder, *AUTO, *options))
+    rows = [json.loads(line) for line in (folder / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+    assert [row["phase"] for row in rows] == ["pretrain"] * 3 + ["warmup"] + ["policy"] * 2
+    with pytest.raises(ConfigError, match="already past 'pretrain'"):
+        run_all(config(folder, *AUTO, "stages=[pretrain]", "budget.total=3"))
     assert arrays(after.models.eagle) == arrays(before.models.eagle)
     assert arrays(after.models.policy) != arrays(before.models.policy)
     found = learned(folder)["seen"]

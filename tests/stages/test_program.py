@@ -315,14 +315,6 @@ def test_a_run_is_exported_and_used_on_another_number_of_devices(tmp_path):
     assert losses[1]["before"]["eval/loss"] == pytest.approx(losses[0]["after"]["eval/loss"], abs=1e-5)
 
 
-def test_a_later_stage_goes_on_from_the_same_run_directory(tmp_path):
-    program.run(tmp_path, "stages=[pretrain]", "budget.total=2", "run.export=false")
-    program.run(tmp_path, "stages=[finetune]", "budget.total=4", "run.export=false")
-    assert [row["phase"] for row in program.rows(tmp_path)] == ["pretrain"] * 2 + ["warmup"] + ["policy"] * 3
-    text = program.run(tmp_path, "stages=[pretrain]", "budget.total=2", "run.export=false", code=2)
-    assert "already past 'pretrain'" in text.splitlines()[-1]
-
-
 def test_the_plan_is_of_the_tokenizer_that_is_given(finished, tmp_path):
     tokenizer = finished / "runs/tiny/tokenizer.json"
     entries = len(json.loads(tokenizer.read_text())["model"]["vocab"])
