@@ -14,7 +14,12 @@ from tlt_jax.stages.models import initial_models, model_shape, saved_models
 from tlt_jax.stages.pipeline import run_all
 
 ROOT = Path(__file__).resolve().parents[2]
-AUTO = ["speculation.drafter=auto", "speculation.auto_drafters=[eagle]", "speculation.auto_draft_lengths=[2]"]
+AUTO = [
+    "speculation.drafter=auto",
+    "speculation.auto_drafters=[eagle]",
+    "speculation.auto_draft_lengths=[2]",
+    "speculation.eagle_drafts=1",
+]
 
 
 def config(folder: Path, *overrides: str):

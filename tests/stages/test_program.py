@@ -17,7 +17,7 @@ from support import program
 from tlt_jax.observe.trace_names import PERFETTO, operation_names
 
 STEPS = 20
-EAGLE = "speculation.drafter=eagle"
+EAGLE = ("speculation.drafter=eagle", "speculation.eagle_drafts=1")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def finished(tmp_path_factory) -> Path:
     """A folder in which the tiny config ran to its end without a break, drafting with an eagle; two steps of the group
     policy were traced."""
     folder = tmp_path_factory.mktemp("finished")
-    program.run(folder, EAGLE, "profile.steps=12:13", "data.source.hub_token=hunter2")
+    program.run(folder, *EAGLE, "profile.steps=12:13", "data.source.hub_token=hunter2")
     return folder
 
 
@@ -142,7 +142,7 @@ def test_a_healthy_run_gets_no_hints_and_says_what_it_compiled(finished):
 def test_a_finished_run_says_so_and_exits_0(finished):
     before = program.parameters(finished)
     shutil.rmtree(finished / "runs/tiny/export")  # which is made again
-    text = program.run(finished, EAGLE, "sampling.temperature=0.5")
+    text = program.run(finished, *EAGLE, "sampling.temperature=0.5")
     assert "this run is finished" in text and "exported to" in text
     assert program.parameters(finished) == before
     assert "differs from the one this run was last started with, in: " in text
@@ -174,7 +174,7 @@ def test_a_stage_runs_alone_from_an_export_and_from_a_run(finished):
 def test_killed_at_any_moment_it_ends_with_the_same_parameters(finished, tmp_path):
     """SIGKILL in data preparation, a training step, a save, and once a phase is under way in each phase of rollouts;
     then the same command to the end."""
-    saving = [EAGLE, "checkpoint.every_steps=1"]
+    saving = [*EAGLE, "checkpoint.every_steps=1"]
     steps = tmp_path / "runs/tiny/checkpoints/steps"
 
     def last_phase() -> str:
