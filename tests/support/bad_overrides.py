@@ -72,7 +72,7 @@ OVERRIDES = {
     "speculation.drafter=shalow": [
         "`speculation.drafter`",
         "'shalow'",
-        "shallow, ngram, off",
+        "shallow, eagle, ngram, off",
         "did you mean 'shallow'",
     ],
     "pretrain.optimizer.name=adam": [
