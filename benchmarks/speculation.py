@@ -20,25 +20,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import code_model
 import jax
 import numpy as np
-from results import report
-from scipy import stats
+from results import paired, report
 
-from tlt_jax.config import load_config
 from tlt_jax.config.schema import Config
-from tlt_jax.data import prepare
 from tlt_jax.decode.controller import CONTROLLERS, Controller, Fixed, choices_of
-from tlt_jax.decode.drafters import DRAFTERS
 from tlt_jax.decode.engine import Engine, Request
-from tlt_jax.decode.propose import OFF, Rules
+from tlt_jax.decode.propose import OFF
 from tlt_jax.decode.rollout import Rollout, joined, rollout_metrics
 from tlt_jax.decode.verify import VERIFIERS
-from tlt_jax.parallel.mesh import compute_dtype, make_mesh, set_up_devices
-from tlt_jax.stages.models import Models, initial_models, model_shape
+from tlt_jax.stages.models import Models
 
-ROOT = Path(__file__).parents[1]
-PROMPT, NEW = 64, 128
+NEW = 128
 LENGTHS = (3, 5, 7)
 THEIRS = {"transformers": {}, "transformers, prompt lookup": {"prompt_lookup_num_tokens": 5}}
 
@@ -49,15 +44,8 @@ def main() -> None:
         _serve_transformers(options.child)
         return
     run = Path(options.run)
-    if not (run / "export").is_dir():
-        command = [sys.executable, "-m", "tlt_jax.main", "--config", str(ROOT / "configs/code_2m.yaml")]
-        subprocess.run([*command, f"run.name={run.name}", f"run.output_dir={run.parent}"], check=True)
-    config = load_config(run / "config.yaml", [f"model.init_from={run}/export", "device.cpu_devices=1"])
-    set_up_devices(config.device)
-    corpus = prepare(config.data, config.run.seed, str(run / "tokenizer.json"), lambda label, fraction: None)
-    shape = model_shape(config.model, corpus.tokenizer.vocab_size)
-    models = initial_models(config, shape, make_mesh(config.device.mesh))
-    prompts = _prompts(corpus.held_out, 512)
+    config, models, corpus = code_model.load(run)
+    prompts = code_model.prompts(corpus, 512)
     theirs = None if options.no_transformers else Transformers(run / "export")
     values: dict[str, Any] = {}
     ratios: dict[str, Any] = {}
@@ -83,10 +71,9 @@ def _compare(
     options: argparse.Namespace,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """({variant: figures}, {variant: ratio to off, and its interval}) after `rounds` rounds of all in turn."""
-    drafters = [name for name in DRAFTERS if name != "eagle" or models.eagle is not None]
     engines = {
-        name: _engine(config, models, controller, batch, options.verification)
-        for name, controller in _variants(drafters, options.lengths)
+        name: code_model.engine(config, models, controller, batch, NEW, options.verification)
+        for name, controller in _variants(code_model.drafters_of(models), options.lengths)
     }
     count = max(options.sequences, 2 * batch)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
@@ -111,7 +98,7 @@ def _compare(
     values = {name: {"tokens_per_second": statistics.median(found)} for name, found in speeds.items()}
     for name, engine in engines.items():
         values[name] |= _figures(engine, joined(rollouts[name]))
-    return values, {name: _paired(found, speeds["off"]) for name, found in speeds.items()}
+    return values, {name: paired(found, speeds["off"]) for name, found in speeds.items()}
 
 
 def _variants(drafters: list[str], lengths: list[int]) -> Iterator[tuple[str, Controller]]:
@@ -119,26 +106,6 @@ def _variants(drafters: list[str], lengths: list[int]) -> Iterator[tuple[str, Co
         yield "off" if choice == OFF else f"{choice.drafter} {choice.draft_length}", Fixed(choice)
     for name, controller in CONTROLLERS.items():
         yield f"auto, {name}", controller(choices_of(drafters, lengths), 0)
-
-
-def _engine(config: Config, models: Models, controller: Controller, batch: int, verification: str) -> Engine:
-    speculation = config.speculation
-    return Engine(
-        models.policy.shape,
-        make_mesh(config.device.mesh),
-        slots=batch,
-        max_prompt=PROMPT,
-        max_new=NEW,
-        eos=[models.policy.shape.vocab],  # never drawn: all completions are of one length
-        controller=controller,
-        dtype=compute_dtype(config.device),
-        rules=Rules(
-            verification=verification,
-            ngram_siblings=speculation.ngram_siblings,
-            ngram_history=speculation.ngram_history,
-        ),
-        block_verifies=speculation.block_verifies,
-    )
 
 
 def _figures(engine: Engine, rollout: Rollout) -> dict[str, Any]:
@@ -150,17 +117,6 @@ def _figures(engine: Engine, rollout: Rollout) -> dict[str, Any]:
     seen = engine.controller.seen
     figures["acceptance"] = {name: [float(share) for share in seen.acceptance(name)] for name in seen.kept}
     return figures | {"table": seen.table()}
-
-
-def _paired(speeds: list[float], plain: list[float]) -> dict[str, float]:
-    """The geometric mean of the rounds' ratios, and its 95 % interval by Student's t."""
-    logs = np.log(np.array(speeds) / np.array(plain))
-    half = stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / len(logs) ** 0.5 if len(logs) > 1 else 0.0
-    return {
-        "ratio": float(np.exp(logs.mean())),
-        "low": float(np.exp(logs.mean() - half)),
-        "high": float(np.exp(logs.mean() + half)),
-    }
 
 
 def _print(where: str, values: dict[str, Any], ratios: dict[str, Any]) -> None:
@@ -177,13 +133,6 @@ def _print(where: str, values: dict[str, Any], ratios: dict[str, Any]) -> None:
             if len(row["acceptance"]) == 1:
                 text += "  " + " ".join(f"{share:.2f}" for share in next(iter(row["acceptance"].values())))
         print(text)
-
-
-def _prompts(rows: Any, count: int) -> list[np.ndarray]:
-    """The first tokens of held-out rows that hold one document there."""
-    whole = [row[:PROMPT] for row, parts in zip(rows.tokens, rows.segments, strict=True) if parts[0] == parts[PROMPT]]
-    order = np.random.default_rng(0).permutation(len(whole))
-    return [np.asarray(whole[i], np.int32) for i in order[:count]]
 
 
 class Transformers:

@@ -119,3 +119,13 @@ def test_steps_to_profile_are_read_as_they_are_written():
     for wrong in ("15:10", "0:3", "10", "10-15", "1:2:3", "first:last"):
         with pytest.raises(ConfigError, match=rf"`profile.steps`: is '?{wrong}'?; expected"):
             load_config(None, [f"profile.steps={wrong}"])
+
+
+@pytest.mark.parametrize(
+    "drafting", [["speculation.drafter=ngram"], ["speculation.drafter=eagle", "speculation.eagle_stages=[pretrain]"]]
+)
+def test_a_distillation_of_nothing_is_refused(drafting):
+    config = ["stages=[distill]", *drafting]
+    with pytest.raises(ConfigError, match=r"distill would train nothing: speculation\.drafter is '(ngram|eagle)'"):
+        load_config(None, config)
+    assert load_config(None, [*config, "speculation.drafter=shallow"]).speculation.trained_in("distill") == ("shallow",)

@@ -19,7 +19,7 @@ from tlt_jax.decode import drafters, loop, shallow, verify
 from tlt_jax.decode.controller import Fixed
 from tlt_jax.decode.engine import Engine, Request
 from tlt_jax.decode.propose import OFF, Choice, Rules
-from tlt_jax.decode.sampling import _filter, policy_log_probs
+from tlt_jax.decode.sampling import _filter, policy_of
 from tlt_jax.models import decode_view
 from tlt_jax.models.transformer import ModelShape
 
@@ -164,7 +164,7 @@ def _the_drafts_noise_again(original):
 
 
 def _p_without_temperature(logits_BWV, temperature_B):
-    return policy_log_probs(logits_BWV, jnp.ones_like(temperature_B))
+    return policy_of(logits_BWV, jnp.ones_like(temperature_B))
 
 
 def _stale_write(old_BTKN, new_BWKN, positions_BW):
@@ -185,7 +185,7 @@ MUTATIONS = {
     "the drafts' noise in the residual's draw": lambda patch: patch.setattr(
         loop, "round_noise", _the_drafts_noise_again(loop.round_noise)
     ),
-    "p without temperature": lambda patch: patch.setattr(loop, "policy_log_probs", _p_without_temperature),
+    "p without temperature": lambda patch: patch.setattr(loop, "policy_of", _p_without_temperature),
     "stale cache after a rejection": lambda patch: patch.setattr(decode_view, "write_rows", _stale_write),
 }
 

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 from support.enumeration import Setting, filtered
 
-from tlt_jax.decode.sampling import SamplingParams, _first_above, draw, policy_log_probs, sampling_probs
+from tlt_jax.decode.sampling import SamplingParams, _first_above, draw, policy_of, sampling_probs
 
 LAST = np.float32(1 - 2**-24)  # the largest float32 below 1
 DRAW = jax.jit(draw)
@@ -86,7 +86,7 @@ def probs_of(logits, settings):
         *(jnp.asarray([getattr(s, name) for s in settings]) for name in ("temperature", "top_k", "top_p", "min_p"))
     )
     logits_BWV = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (len(settings), 1, len(logits)))
-    return np.asarray(PROBS(policy_log_probs(logits_BWV, params.temperature_B), params))[:, 0]
+    return np.asarray(PROBS(policy_of(logits_BWV, params.temperature_B), params))[:, 0]
 
 
 def softmax(x):
@@ -130,11 +130,14 @@ def test_temperature_zero_is_the_first_of_the_likeliest_whatever_the_filters():
 
 def test_the_recorded_policy_is_before_the_filters_and_at_the_temperature():
     logits = np.array([1.0, 3.0, 2.0])
-    found = policy_log_probs(jnp.asarray(logits, jnp.float32)[None, None], jnp.asarray([0.5]))
-    np.testing.assert_allclose(found[0, 0], np.log(softmax(logits / 0.5)), atol=1e-6)
+    tokens = jnp.arange(3)[None]
+    three = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (1, 3, 3))
+    found = policy_of(three, jnp.asarray([0.5])).log_probs(tokens)
+    np.testing.assert_allclose(found[0], np.log(softmax(logits / 0.5)), atol=1e-6)
     # At temperature 0 the policy at temperature 1.
-    found = policy_log_probs(jnp.asarray(logits, jnp.float32)[None, None], jnp.asarray([0.0]))
-    np.testing.assert_allclose(found[0, 0], np.log(softmax(logits)), atol=1e-6)
+    found = policy_of(three, jnp.asarray([0.0]))
+    np.testing.assert_allclose(found.log_probs(tokens)[0], np.log(softmax(logits)), atol=1e-6)
+    np.testing.assert_allclose(found.probs_BWV[0], [softmax(logits)] * 3, atol=1e-6)
 
 
 def test_a_cdf_that_rounding_bends_draws_no_index_of_weight_zero():

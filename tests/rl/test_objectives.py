@@ -18,6 +18,7 @@ from tlt_jax.rl.objectives import (
     sequence_rewards,
     sequence_values,
 )
+from tlt_jax.train.distillation import DrafterTerms, distillation_objective
 from tlt_jax.train.eagle_loss import Chains
 
 ROWS, LENGTH, TEMPERATURE = 4, 9, 0.7
@@ -67,7 +68,7 @@ def batch(**more) -> dict[str, jax.Array]:
     return {name: jnp.asarray(value)[None] for name, value in made.items()}
 
 
-TERMS = PolicyTerms(clip_low=0.2, clip_high=0.2, temperature=TEMPERATURE, entropy_coef=0.0, exit_weight=0.0)
+TERMS = PolicyTerms(clip_low=0.2, clip_high=0.2, drafters=DrafterTerms(TEMPERATURE, 0.0), entropy_coef=0.0)
 
 
 @cache
@@ -131,7 +132,7 @@ def test_values_never_see_the_temperature():
     more = {"old_values": np.zeros((ROWS, LENGTH), np.float32), "returns": np.ones((ROWS, LENGTH), np.float32)}
     losses = []
     for temperature in (0.5, 2.0):
-        terms = TERMS._replace(temperature=temperature, value_coef=0.5)
+        terms = TERMS._replace(drafters=DrafterTerms(temperature, 0.0), value_coef=0.5)
         _, metrics = value(terms, batch(**more), {"policy": MODEL, "value": HEAD})
         losses.append(float(metrics["rl/value_loss"]))
     assert losses[0] == losses[1]
@@ -184,7 +185,8 @@ def test_packed_sequences_give_the_loss_and_gradient_of_unpacked_ones():
 
 
 def test_the_drafters_loss_leaves_the_policys_gradient_alone():
-    _, gradient = value_and_gradient(TERMS._replace(exit_weight=10.0), batch(), {"policy": MODEL, "exit": EXIT})
+    terms = TERMS._replace(drafters=DrafterTerms(TEMPERATURE, 10.0))
+    _, gradient = value_and_gradient(terms, batch(), {"policy": MODEL, "exit": EXIT})
     _, expected = plain_result()
     for path, found in flatten(gradient["policy"]).items():
         np.testing.assert_allclose(found, flatten(expected["policy"])[path], atol=1e-6, err_msg=path)
@@ -192,7 +194,7 @@ def test_the_drafters_loss_leaves_the_policys_gradient_alone():
 
 
 def test_an_eagles_loss_leaves_the_policys_gradient_alone():
-    eagle, terms = tiny.eagle(), TERMS._replace(chains=Chains(drafts=2, stride=1))
+    eagle, terms = tiny.eagle(), TERMS._replace(drafters=DrafterTerms(TEMPERATURE, 0.0, Chains(drafts=2, stride=1)))
     (loss, metrics), gradient = value_and_gradient(terms, batch(), {"policy": MODEL, "eagle": eagle})
     (plain, _), expected = plain_result()
     for path, found in flatten(gradient["policy"]).items():
@@ -200,6 +202,21 @@ def test_an_eagles_loss_leaves_the_policys_gradient_alone():
     assert all(float(jnp.abs(a).max()) > 0 for a in jax.tree.leaves(gradient["eagle"]))
     assert 0 < float(metrics["train/eagle_acceptance"]) < 1
     assert float(loss) == pytest.approx(float(plain) + float(metrics["train/eagle_loss"]), abs=1e-6)
+
+
+def test_distillation_is_the_drafters_part_of_a_policy_update():
+    terms = DrafterTerms(TEMPERATURE, 1.0, Chains(drafts=2, stride=1))
+    params = {"policy": MODEL, "exit": EXIT, "eagle": tiny.eagle()}
+    made = batch() | {"sampled": batch()["weights"].at[0, 1].set(0.0)}
+    made["old_logp"] = made["old_logp"].at[0, 0].add(0.5).at[0, 1].add(0.7)  # the latter, greedy, is not compared
+    objective = distillation_objective(terms, dtype=FLOAT)
+    prepared = {name: value[0] for name, value in objective.prepare(made, jnp.int32(0)).items()}
+    loss, metrics = jax.jit(objective.loss)(params, prepared)
+    _, expected = value(TERMS._replace(drafters=terms), batch(), params)
+    for name in ("train/exit_loss", "train/exit_acceptance", "train/eagle_loss", "train/eagle_acceptance"):
+        assert float(metrics[name]) == pytest.approx(float(expected[name]), abs=1e-6), name
+    assert float(loss) == pytest.approx(float(metrics["train/exit_loss"] + metrics["train/eagle_loss"]), abs=1e-6)
+    assert float(metrics["rl/logp_diff_max"]) == pytest.approx(0.5, abs=1e-5)
 
 
 REWARDS = jax.jit(partial(sequence_rewards, dtype=FLOAT))

@@ -12,6 +12,7 @@ from tlt_jax.config import ConfigError, load_config
 from tlt_jax.models.declare import flatten
 from tlt_jax.stages.models import initial_models, model_shape, saved_models
 from tlt_jax.stages.pipeline import run_all
+from tlt_jax.stages.training import distill_training, group_policy_training, ppo_training
 
 ROOT = Path(__file__).resolve().parents[2]
 AUTO = [
@@ -75,18 +76,37 @@ def test_checkpoint_and_export_hold_the_eagle_and_the_checkpoint_the_controller(
     assert learned(folder)["name"] == "CostTable" and learned(folder)["seen"]["blocks"] > 0
 
 
-def test_a_later_stage_goes_on_in_the_same_run_directory_with_what_was_learned(pretrained):
-    """By the controller, and by the eagle, which this one leaves as it is."""
+def test_distillation_goes_on_in_the_same_run_directory(pretrained):
+    """With the drafters that pretraining left, and with what the controller learned; the policy stays as it is."""
     folder, before = pretrained
     blocks = learned(folder)["seen"]["blocks"]
-    options = ["stages=[finetune]", "budget.total=3", "speculation.eagle_stages=[pretrain]", "run.export=false"]
+    options = ["stages=[distill]", "budget.total=2", "distill.prompts=8", "distill.minibatches=2", "run.export=false"]
     after = run_all(config(folder, *AUTO, *options))
     rows = [json.loads(line) for line in (folder / "runs/tiny/metrics.jsonl").read_text().splitlines()]
-    assert [row["phase"] for row in rows] == ["pretrain"] * 3 + ["warmup"] + ["policy"] * 2
+    assert [row["phase"] for row in rows] == ["pretrain"] * 3 + ["drafters"] * 2
     with pytest.raises(ConfigError, match="already past 'pretrain'"):
         run_all(config(folder, *AUTO, "stages=[pretrain]", "budget.total=3"))
-    assert arrays(after.models.eagle) == arrays(before.models.eagle)
-    assert arrays(after.models.policy) != arrays(before.models.policy)
+    assert arrays(after.models.policy) == arrays(before.models.policy)
+    assert arrays(after.models.eagle) != arrays(before.models.eagle)
+    assert arrays(after.models.exit) == arrays(before.models.exit)  # nobody drafts with it
+    assert all(0 <= row["rollout/logprob_abs_diff_max"] < 1e-4 for row in rows if row["phase"] == "drafters")
     found = learned(folder)["seen"]
     assert found["blocks"] > blocks
     assert sum(key["chosen"] for key in found["keys"]) > found["blocks"]  # rounds, those of pretraining among them
+
+
+def test_a_stage_trains_the_drafters_that_the_config_says(tmp_path):
+    shape = tiny.SHAPE
+    trained = {
+        training.__name__: set(training(config(tmp_path, *options), shape, tiny.mesh()).roles)
+        for training, options in [
+            (group_policy_training, [*AUTO, "speculation.eagle_stages=[pretrain]"]),
+            (ppo_training, AUTO),
+            (distill_training, ["speculation.drafter=auto"]),
+        ]
+    }
+    assert trained == {
+        "group_policy_training": {"policy", "exit"},
+        "ppo_training": {"policy", "exit", "eagle", "value"},
+        "distill_training": {"exit", "eagle"},
+    }

@@ -100,6 +100,7 @@ OVERRIDES = {
     "pretrain.accumulation=5": ["pretrain.accumulation (5)", "pretrain.batch_size (32)"],
     "finetune.warmup.accumulation=5": ["finetune.warmup.accumulation (5)", "finetune.warmup.batch_size (32)"],
     "finetune.policy.minibatches=5": ["finetune.policy.minibatches (5)", "finetune.policy.prompts * group_size (128)"],
+    "distill.minibatches=5": ["distill.minibatches (5)", "distill.prompts (128)"],
     "align.ppo.minibatches=5": ["align.ppo.minibatches (5)", "align.ppo.prompts (64)"],
     "speculation.exit_stride=3": ["speculation.exit_stride (3)", "data.context_length (128)"],
     "speculation.ngram_min=5": ["`speculation`", "ngram_min (5)", "ngram_max (4)"],
@@ -123,6 +124,7 @@ OVERRIDES = {
     "device={coordinator: 'a:1', processes: 2, process: 2}": ["`device`", "`process` is 2", "0 to 1"],
     "device={coordinator: 'a:1', processes: 2}": ["`device`", "`process` is None", "0 to 1"],
     "stages=[align, pretrain]": ["stages", "['align', 'pretrain']", "in the order pretrain, finetune, align"],
+    "stages=[distill, pretrain]": ["stages", "['distill', 'pretrain']", "pretrain, finetune, align, distill"],
     "stages=[align, align]": ["stages", "['align', 'align']", "at most once"],
     # overrides that are none
     "model.width": ["'model.width'", "key.sub=value"],

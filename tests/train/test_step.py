@@ -12,7 +12,8 @@ from tlt_jax.config.stage_sections import OptimizerConfig
 from tlt_jax.models.declare import flatten, shardings
 from tlt_jax.models.heads import ShallowExit, exit_logits
 from tlt_jax.models.transformer import Transformer, hidden_states, logits
-from tlt_jax.train.losses import cross_entropy, exit_distillation, next_token_objective, weighted_sum
+from tlt_jax.train.distillation import exit_distillation
+from tlt_jax.train.losses import cross_entropy, next_token_objective, weighted_sum
 from tlt_jax.train.state import Role, new_state, opt_shardings, state_shardings
 from tlt_jax.train.step import Objective, make_update, normalised
 

@@ -79,4 +79,5 @@ def _phases(config: Config) -> dict[str, list[tuple[str, float, int]]]:
             ("reward_model", reward.share, 2 * reward.batch_size * whole),
             ("ppo", 1.0, ppo.prompts * limits.max_completion_tokens),
         ],
+        "distill": [("drafters", 1.0, config.distill.prompts * limits.max_completion_tokens)],
     }

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-Stage = Literal["pretrain", "finetune", "align"]
+Stage = Literal["pretrain", "finetune", "align", "distill"]  # in the order in which they run
 DraftingName = Literal["shallow", "eagle", "ngram"]
 Drafter = Literal["shallow", "eagle", "ngram", "off", "auto"]
 ControllerName = Literal["cost_table", "bandit", "policy_gradient"]
@@ -19,6 +19,7 @@ DecayName = Literal["cosine", "linear", "wsd"]
 PrecisionLevel = Literal["auto", "O0", "O1", "O2"]
 RematPolicy = Literal["none", "dots", "full"]
 SourceKind = Literal["stdlib", "directory", "jsonl", "hub"]
+DistillSource = Literal["tasks", "text"]
 TaskKind = Literal["python_functions", "jsonl"]
 CheckName = Literal["python", "exact"]
 KLEstimator = Literal["k1", "k2", "k3"]

@@ -89,6 +89,7 @@ class BudgetConfig(Section):
     pretrain: float = Field(0.4, ge=0.0, le=1e6, description="share of the pretrain stage")
     finetune: float = Field(0.3, ge=0.0, le=1e6, description="share of the finetune stage")
     align: float = Field(0.3, ge=0.0, le=1e6, description="share of the align stage")
+    distill: float = Field(0.2, ge=0.0, le=1e6, description="share of the distill stage")
 
 
 class EvaluationConfig(Section):

@@ -1,6 +1,6 @@
 """Every key of a config: its type, range, unit and default. The whole config is one frozen `Config`."""
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import Field, model_validator
 
@@ -28,7 +28,13 @@ from tlt_jax.config.run_sections import (
     RunConfig,
     TrackingConfig,
 )
-from tlt_jax.config.stage_sections import AlignConfig, FinetuneConfig, OptimizerConfig, PretrainConfig
+from tlt_jax.config.stage_sections import (
+    AlignConfig,
+    DistillConfig,
+    FinetuneConfig,
+    OptimizerConfig,
+    PretrainConfig,
+)
 
 
 class ModelConfig(Section):
@@ -125,7 +131,8 @@ class SpeculationConfig(Section):
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="the drafters' own optimiser, in every stage")
     eagle_stages: list[Stage] = Field(
-        ["pretrain", "finetune", "align"], description="stages in which eagle is trained, beside the policy"
+        ["pretrain", "finetune", "align", "distill"],
+        description="stages in which eagle is trained, beside the policy or alone (distill)",
     )
     eagle_drafts: int = Field(
         3, ge=1, le=8, description="eagle's training: drafts of a chain, each over the state that the one before left"
@@ -144,6 +151,12 @@ class SpeculationConfig(Section):
     def with_eagle(self) -> bool:
         """Whether an eagle may draft."""
         return "eagle" in self.drafters
+
+    def trained_in(self, stage: Stage) -> tuple[str, ...]:
+        """The drafters with weights of their own that a stage may train; elsewhere than in distill the first layers'
+        exit has a weight of its own in the phase's section."""
+        untrained = {"ngram", "off"} | (set() if stage in self.eagle_stages else {"eagle"})
+        return tuple(name for name in self.drafters if name not in untrained)
 
     @model_validator(mode="after")
     def _order(self):
@@ -166,7 +179,9 @@ class Config(Section):
     run: RunConfig = RunConfig()
     device: DeviceConfig = DeviceConfig()
     stages: list[Stage] = Field(
-        ["pretrain", "finetune", "align"], min_length=1, description="stages to run, in this order"
+        ["pretrain", "finetune", "align"],
+        min_length=1,
+        description="stages to run, in this order; distill, the last, trains the drafters alone",
     )
     budget: BudgetConfig = BudgetConfig()
     model: ModelConfig = ModelConfig()
@@ -174,6 +189,7 @@ class Config(Section):
     pretrain: PretrainConfig = PretrainConfig()
     finetune: FinetuneConfig = FinetuneConfig()
     align: AlignConfig = AlignConfig()
+    distill: DistillConfig = DistillConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     sampling: SamplingConfig = SamplingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -184,7 +200,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self):
-        order = ["pretrain", "finetune", "align"]
+        order = list(get_args(Stage))
         if self.stages != [stage for stage in order if stage in self.stages]:
             raise ValueError(f"stages is {self.stages}; expected each at most once, in the order {', '.join(order)}")
         if sum(getattr(self.budget, stage) for stage in self.stages) <= 0:
@@ -211,6 +227,12 @@ class Config(Section):
             policy.prompts * policy.group_size,
         )
         _divides("align.ppo.minibatches", ppo.minibatches, "align.ppo.prompts", ppo.prompts)
+        _divides("distill.minibatches", self.distill.minibatches, "distill.prompts", self.distill.prompts)
+        if "distill" in self.stages and not self.speculation.trained_in("distill"):
+            raise ValueError(
+                f"distill would train nothing: speculation.drafter is {self.speculation.drafter!r}; expected one that"
+                " has weights (shallow, eagle, or auto with either), and eagle_stages with distill"
+            )
         reward = self.align.reward_model
         _divides("align.reward_model.accumulation", reward.accumulation, "batch_size", reward.batch_size)
         if self.model.init_from is None:

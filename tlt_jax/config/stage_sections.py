@@ -1,4 +1,4 @@
-"""The sections on the three stages: their batches, objectives and optimisers."""
+"""The sections on the stages: their batches, objectives and optimisers."""
 
 from pydantic import Field, model_validator
 
@@ -7,6 +7,7 @@ from tlt_jax.config.base import (
     Aggregation,
     AxisSize,
     DecayName,
+    DistillSource,
     Fraction,
     KLController,
     KLEstimator,
@@ -173,3 +174,19 @@ class AlignConfig(Section):
 
     reward_model: RewardModelConfig = RewardModelConfig()
     ppo: PPOConfig = PPOConfig()
+
+
+class DistillConfig(Section):
+    """The last stage: the drafters alone, on what the policy writes, the policy as it is."""
+
+    source: DistillSource = Field(
+        "tasks", description="tasks: their prompts; text: the first max_prompt_tokens of rows of the training text"
+    )
+    prompts: PositiveInt = Field(128, description="prompts a step, one completion each")
+    greedy_fraction: Fraction = Field(
+        0.25, description="share of the completions that are greedy; the rest are drawn as `sampling` says"
+    )
+    epochs: PositiveInt = Field(1, description="passes over a step's completions")
+    minibatches: PositiveInt = Field(4, description="updates a pass; divides prompts")
+    accumulation: PositiveInt = Field(1, description="microbatches an update, of packed rows")
+    eval_every: PositiveInt = Field(50, description="steps between evaluations")

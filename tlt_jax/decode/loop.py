@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from tlt_jax.decode.drafters import DRAFTERS
 from tlt_jax.decode.eagle import caught_up
 from tlt_jax.decode.propose import Choice, Context, DraftCache, Rules, Sources
-from tlt_jax.decode.sampling import SamplingParams, policy_log_probs, sampling_probs
+from tlt_jax.decode.sampling import Policy, SamplingParams, policy_of, sampling_probs
 from tlt_jax.decode.verify import VERIFIERS
 from tlt_jax.models.decode_view import Cache, DecodeView, cache_shardings, decode_layers, embed, empty_cache, write_rows
 from tlt_jax.models.eagle import eagle_inputs
@@ -240,8 +240,8 @@ def draft_and_verify(view: DecodeView, slots: Slots, choice: Choice, rules: Rule
         positions_BW = slots.length_B[:, None] - 1 + jnp.arange(length + 1)
         depth = proposal.depth
         x_BWD, late = decode_layers(view.layers[depth:], proposal.cache[depth:], proposal.states_BWD, positions_BW)
-        log_probs_BWV = policy_log_probs(logits(view, x_BWD), slots.sampling.temperature_B)
-        p_BWV = sampling_probs(log_probs_BWV, slots.sampling, rules.filtered)
+        policy = policy_of(logits(view, x_BWD), slots.sampling.temperature_B)
+        p_BWV = sampling_probs(policy, slots.sampling, rules.filtered)
         verify = VERIFIERS[rules.verification]
         if rules.verification == "lenient":
             verify = partial(verify, threshold=rules.accept_threshold, by_entropy=rules.by_entropy)
@@ -251,7 +251,7 @@ def draft_and_verify(view: DecodeView, slots: Slots, choice: Choice, rules: Rule
     slots = replace(slots, cache=(*proposal.cache[:depth], *late), eagle=proposal.eagle)
     if slots.states_BTD is not None:
         slots = replace(slots, states_BTD=write_rows(slots.states_BTD, x_BWD, positions_BW))
-    return _emit(slots, proposal.drafts_BG, proposal.drafted_B, accepted_B, next_B, log_probs_BWV, generated_BWV)
+    return _emit(slots, proposal.drafts_BG, proposal.drafted_B, accepted_B, next_B, policy, generated_BWV)
 
 
 def round_noise(slots: Slots, draft_length: int, vocab: int, verification: str) -> tuple[jax.Array, jax.Array]:
@@ -281,7 +281,7 @@ def _emit(
     drafted_B: jax.Array,
     accepted_B: jax.Array,
     next_B: jax.Array,
-    log_probs_BWV: jax.Array,
+    policy: Policy,
     generated_BWV: jax.Array,
 ) -> tuple[Slots, BlockStats]:
     """Appends the accepted drafts and the next token, up to the first end and the limit, with their log-probs."""
@@ -304,9 +304,7 @@ def _emit(
 
     # What is not kept is sent beyond the end, each to a place of its own, and dropped.
     where_BW = jnp.where(kept_BW, slots.length_B[:, None] + offset_W, total + offset_W)
-
-    def at_emitted(rows_BWV: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(rows_BWV, emitted_BW[..., None], axis=-1)[..., 0]
+    generated_BW = jnp.take_along_axis(generated_BWV, emitted_BW[..., None], axis=-1)[..., 0]
 
     active_B = ~slots.done_B
     drafted_B = jnp.where(active_B, drafted_B, 0)
@@ -325,10 +323,8 @@ def _emit(
         length_B=length_B,
         ended_B=ended_B,
         done_B=slots.done_B | ended_B | (length_B >= slots.limit_B),
-        policy_logp_BT=write_rows(slots.policy_logp_BT, at_emitted(log_probs_BWV), where_BW),
-        sampler_logp_BT=write_rows(
-            slots.sampler_logp_BT, jnp.log(jnp.where(kept_BW, at_emitted(generated_BWV), 1.0)), where_BW
-        ),
+        policy_logp_BT=write_rows(slots.policy_logp_BT, policy.log_probs(emitted_BW), where_BW),
+        sampler_logp_BT=write_rows(slots.sampler_logp_BT, jnp.log(jnp.where(kept_BW, generated_BW, 1.0)), where_BW),
         target_calls_B=slots.target_calls_B + active_B,
         drafted_B=slots.drafted_B + drafted_B,
         accepted_B=slots.accepted_B + kept_B,

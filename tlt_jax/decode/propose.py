@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tlt_jax.decode.sampling import SamplingParams, policy_log_probs, sampling_probs
+from tlt_jax.decode.sampling import SamplingParams, policy_of, sampling_probs
 from tlt_jax.models.decode_view import Cache, DecodeView, embed
 
 
@@ -95,8 +95,8 @@ def last_tokens(context: Context) -> jax.Array:
 
 def drawn_from(logits_B1V: jax.Array, context: Context, rules: Rules) -> jax.Array:
     """The distribution q [B, V] that a draft is drawn from: the logits at the target's temperature and filters."""
-    log_probs_B1V = policy_log_probs(logits_B1V, context.sampling.temperature_B)
-    return sampling_probs(log_probs_B1V, context.sampling, rules.filtered)[:, 0]
+    policy = policy_of(logits_B1V, context.sampling.temperature_B)
+    return sampling_probs(policy, context.sampling, rules.filtered)[:, 0]
 
 
 def unfed(

@@ -5,7 +5,7 @@ Shape suffixes: B slots, W rows a slot, V vocabulary; `...` any leading axes.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,30 +28,48 @@ class SamplingParams:
     min_p_B: Any
 
 
-def policy_log_probs(logits_BWV: jax.Array, temperature_B: jax.Array) -> jax.Array:
-    """log softmax(logits / T), [B, W, V]: the policy at the sampling temperature, before any filter.
+class Policy(NamedTuple):
+    """The policy at the sampling temperature, before any filter: its probabilities [B, W, V], and their logarithms as
+    what is 0 at the likeliest token, and what is to be taken off that, one number a row."""
+
+    probs_BWV: jax.Array
+    shifted_BWV: jax.Array
+    log_sum_BW1: jax.Array
+
+    def log_probs(self, tokens_BW: jax.Array) -> jax.Array:
+        """Of one token a row, [B, W]."""
+        at_tokens_BW1 = jnp.take_along_axis(self.shifted_BWV, tokens_BW[..., None], axis=-1)
+        return (at_tokens_BW1 - self.log_sum_BW1)[..., 0]
+
+
+def policy_of(logits_BWV: jax.Array, temperature_B: jax.Array) -> Policy:
+    """softmax(logits / T): the policy at the sampling temperature, before any filter.
 
     At temperature 0, where that limit is degenerate, the policy at temperature 1 is given. The vocabulary is put
     together here, in one go: all that follows a draw would otherwise cross the devices that split it, many times.
     """
     logits_BWV = constrain(logits_BWV, "batch", None, None)
     scale_B = 1.0 / jnp.where(temperature_B > 0, temperature_B, 1.0)
-    return jax.nn.log_softmax(logits_BWV * scale_B[:, None, None], axis=-1)
+    scaled_BWV = logits_BWV * scale_B[:, None, None]
+    shifted_BWV = scaled_BWV - jnp.max(scaled_BWV, axis=-1, keepdims=True)
+    exp_BWV = jnp.exp(shifted_BWV)
+    sum_BW1 = jnp.sum(exp_BWV, axis=-1, keepdims=True)
+    return Policy(exp_BWV / sum_BW1, shifted_BWV, jnp.log(sum_BW1))
 
 
-def sampling_probs(log_probs_BWV: jax.Array, params: SamplingParams, filtered: bool) -> jax.Array:
+def sampling_probs(policy: Policy, params: SamplingParams, filtered: bool) -> jax.Array:
     """The distribution that tokens are drawn from, [B, W, V].
 
-    `log_probs` come from `policy_log_probs`. Temperature 0 puts all mass on the likeliest token. `filtered` (static)
-    says whether any slot may use top-k, top-p or min-p: the filters keep the k likeliest tokens, then the shortest
-    prefix of the sorted tokens whose mass reaches p (Holtzman et al. 2020), then those at least min_p times as likely
-    as the likeliest (Nguyen et al. 2024), and renormalise.
+    Temperature 0 puts all mass on the likeliest token, the first of several. `filtered` (static) says whether any slot
+    may use top-k, top-p or min-p: the filters keep the k likeliest tokens, then the shortest prefix of the sorted
+    tokens whose mass reaches p (Holtzman et al. 2020), then those at least min_p times as likely as the likeliest
+    (Nguyen et al. 2024), and renormalise.
     """
-    probs_BWV = jnp.exp(log_probs_BWV)
-    if filtered:
-        probs_BWV = _filter(probs_BWV, params)
-    vocab = log_probs_BWV.shape[-1]
-    greedy_BWV = jax.nn.one_hot(jnp.argmax(log_probs_BWV, axis=-1), vocab, dtype=probs_BWV.dtype)
+    probs_BWV = _filter(policy.probs_BWV, params) if filtered else policy.probs_BWV
+    index_V = jnp.arange(probs_BWV.shape[-1])
+    # An argmax goes through pairs one by one on a CPU; the least index of the largest does not.
+    likeliest_BW1 = first(policy.shifted_BWV == 0.0)[..., None]
+    greedy_BWV = (index_V == likeliest_BW1).astype(probs_BWV.dtype)
     return jnp.where((params.temperature_B > 0)[:, None, None], probs_BWV, greedy_BWV)
 
 
@@ -108,7 +126,13 @@ def _cdf(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _first_above(cdf: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
     """The first index of positive weight at which the CDF exceeds `target`."""
-    return jnp.argmax((cdf > target[:, None]) & (weights > 0), axis=-1)
+    return first((cdf > target[:, None]) & (weights > 0))
+
+
+def first(where: jax.Array) -> jax.Array:
+    """The first index along the last axis at which `where` is true; the last, if none is."""
+    last = where.shape[-1] - 1
+    return jnp.min(jnp.where(where, jnp.arange(last + 1), last), axis=-1)
 
 
 def _below(x: jax.Array) -> jax.Array:

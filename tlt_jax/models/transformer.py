@@ -208,7 +208,7 @@ def _rematerialised(function: Callable, policy: str) -> Callable:
 
 
 def head_matrix(model: Any) -> jax.Array:
-    """The output head [D, V] of a model or of its decode view."""
+    """The output head [D, V] of a model, or of its decode view, which has its own."""
     return model.embedding.T if model.shape.tied else model.head
 
 

@@ -9,9 +9,10 @@ PHASE_LABELS = {
     ("finetune", "policy"): "Finetune: policy",
     ("align", "reward_model"): "Align: reward model",
     ("align", "ppo"): "Align: PPO",
+    ("distill", "drafters"): "Distill: drafters",
 }
 PERCENT_ENDINGS = ("_fraction", "accuracy", "acceptance_rate", "valid_share", "mfu")
-RL_PHASES = ("policy", "ppo")
+ROLLOUT_PHASES = ("policy", "ppo", "drafters")
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from tlt_jax.models.heads import scalars
 from tlt_jax.models.transformer import hidden_states, logits
 from tlt_jax.rl.losses import bradley_terry_loss, clipped_policy_loss, clipped_value_loss, entropy, kl_estimate
-from tlt_jax.train.eagle_loss import Chains, chain_batch, chain_metrics
-from tlt_jax.train.losses import exit_distillation, weighted_sum
+from tlt_jax.train.distillation import INPUTS, DrafterTerms, drafter_losses, drafters_batch, predicting
+from tlt_jax.train.losses import weighted_sum
 from tlt_jax.train.step import Batch, Metrics, Objective, normalised
 
 
@@ -21,14 +21,12 @@ class PolicyTerms(NamedTuple):
 
     clip_low: float
     clip_high: float
-    temperature: float
+    drafters: DrafterTerms
     entropy_coef: float
-    exit_weight: float
     kl_coef: float = 0.0
     kl_estimator: str = "k2"
     value_coef: float = 0.0
     value_clip: float = 0.2
-    chains: Chains | None = None
 
 
 def policy_objective(terms: PolicyTerms, *, dtype: jnp.dtype, remat: str) -> Objective:
@@ -36,28 +34,24 @@ def policy_objective(terms: PolicyTerms, *, dtype: jnp.dtype, remat: str) -> Obj
 
     Batch, each [A, B, T]: tokens, segments, positions of packed sequences; weights, advantages, old_logp, and as the
     terms need them ref_logp, old_values, returns, at the position of the token they speak of. The weight of a
-    sequence's first token is 0. Roles: policy; exit if exit_weight; value if value_coef; eagle if chains. Log-probs
-    divide the logits by the temperature; values never see it.
+    sequence's first token is 0. Roles: policy; value if value_coef; exit and eagle as `drafters` says. Log-probs
+    divide the logits by the drafters' temperature, which is that of sampling; values never see it.
     """
 
     def prepare(batch: Batch, step: jax.Array) -> Batch:
-        of_eagle = {}
-        if terms.chains is not None:
-            predicting = {"segments": batch["segments"][..., :-1]}
-            of_eagle = chain_batch(predicting, batch["weights"][..., 1:], terms.chains, step)
-        return {**batch, "weights": normalised(batch["weights"]), **of_eagle}
+        of_drafters = drafters_batch(batch, terms.drafters, step)
+        return {**batch, "weights": normalised(batch["weights"]), **of_drafters}
 
     def loss(params: dict[str, Any], b: Batch) -> tuple[jax.Array, Metrics]:
         policy = params["policy"]
         # What speaks of token t stands at t; the state that predicts it stands at t - 1.
-        inputs = {name: b[name][:, :-1] for name in ("tokens", "segments", "positions")}
-        x_exit_BSD, x_BSD = hidden_states(policy, *inputs.values(), dtype=dtype, remat=remat)
-        at_token = {name: b[name][:, 1:] for name in b.keys() - inputs.keys() - {"eagle_weights", "eagle_offset"}}
+        x_exit_BSD, x_BSD = hidden_states(policy, *predicting(b).values(), dtype=dtype, remat=remat)
+        at_token = {name: b[name][:, 1:] for name in b.keys() - {*INPUTS, "eagle_weights", "eagle_offset"}}
         weights_BS = at_token["weights"]
         # What has no weight may hold anything: cleared here, it reaches neither loss nor gradient.
         at_token = {name: jnp.where(weights_BS > 0, array, 0.0) for name, array in at_token.items()}
         with jax.named_scope("policy_loss"):
-            log_probs_BSV = jax.nn.log_softmax(logits(policy, x_BSD) / terms.temperature, axis=-1)
+            log_probs_BSV = jax.nn.log_softmax(logits(policy, x_BSD) / terms.drafters.temperature, axis=-1)
             logp_BS = jnp.take_along_axis(log_probs_BSV, b["tokens"][:, 1:, None], axis=-1)[..., 0]
             each_BS, diagnostics = clipped_policy_loss(
                 logp_BS, at_token["old_logp"], at_token["advantages"], terms.clip_low, terms.clip_high
@@ -81,16 +75,8 @@ def policy_objective(terms: PolicyTerms, *, dtype: jnp.dtype, remat: str) -> Obj
                 )
             metrics["rl/value_loss"] = weighted_sum(value_loss, weights_BS)
             total += terms.value_coef * metrics["rl/value_loss"]
-        if terms.exit_weight:
-            distilled, metrics["train/exit_acceptance"] = exit_distillation(
-                policy, params["exit"], x_exit_BSD, log_probs_BSV, terms.temperature, weights_BS
-            )
-            metrics["train/exit_loss"] = distilled
-            total += terms.exit_weight * distilled
-        if terms.chains is not None:
-            metrics |= chain_metrics(params, x_BSD, {**b, **inputs}, terms.chains, terms.temperature)
-            total += metrics["train/eagle_loss"]
-        return total, metrics
+        of_drafters, found = drafter_losses(params, terms.drafters, (x_exit_BSD, x_BSD), log_probs_BSV, b, weights_BS)
+        return total + of_drafters, metrics | found
 
     return Objective(prepare, loss)
 

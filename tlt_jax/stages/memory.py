@@ -47,7 +47,9 @@ def memory(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh, dtype: np
         eagle["eagle"] = trained + dtype.itemsize * own / mesh.shape["tensor"] + one_layer + states
     phases = [
         {
-            "weights, gradients and optimiser": 4 * count * (2 + MOMENTS[phase.optimizer.name]),
+            "weights, gradients and optimiser": 4 * count * (2 + MOMENTS[phase.optimizer.name])
+            if phase.optimizer
+            else 0.0,
             "frozen models": 4 * count * phase.frozen,
             **decoding,
             **eagle,
@@ -59,9 +61,10 @@ def memory(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh, dtype: np
 
 
 class _Plan(NamedTuple):
-    """What a phase holds: its optimiser's moments, models that it does not train, the tokens of an update."""
+    """What a phase holds: its optimiser's moments (None: it does not train the policy), models that it does not train,
+    the tokens of an update."""
 
-    optimizer: OptimizerConfig
+    optimizer: OptimizerConfig | None
     frozen: int
     tokens: int
 
@@ -78,6 +81,8 @@ def _phases(config: Config, positions: int) -> Iterator[_Plan]:
         reward, ppo = config.align.reward_model, config.align.ppo
         yield _Plan(reward.optimizer, 1, 2 * reward.batch_size * positions)  # beside it the policy waits
         yield _Plan(ppo.optimizer, 2, ppo.prompts // ppo.minibatches * positions)  # the reference, the reward model
+    if "distill" in config.stages:
+        yield _Plan(None, 1, config.distill.prompts // config.distill.minibatches * positions)
 
 
 def in_words(sizes: dict[str, float]) -> str:

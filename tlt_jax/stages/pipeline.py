@@ -15,6 +15,7 @@ from tlt_jax.models.transformer import ModelShape
 from tlt_jax.observe import write_report
 from tlt_jax.parallel.mesh import make_mesh
 from tlt_jax.stages.align import run_align
+from tlt_jax.stages.distill import run_distill
 from tlt_jax.stages.finetune import run_finetune
 from tlt_jax.stages.loop import is_past
 from tlt_jax.stages.memory import parameters
@@ -41,6 +42,7 @@ STAGES: dict[str, Callable[[Run, Sampler], None]] = {
     "pretrain": run_pretrain,
     "finetune": run_finetune,
     "align": run_align,
+    "distill": run_distill,
 }
 
 
@@ -91,6 +93,11 @@ def finetune(config: Config, models: Models | None = None) -> StageResult:
 def align(config: Config, models: Models | None = None) -> StageResult:
     """Reward model and PPO alone; starts as `pretrain` does."""
     return _run_one(config, "align", models)
+
+
+def distill(config: Config, models: Models | None = None) -> StageResult:
+    """The drafters alone, on completions of a policy that stays as it is; starts as `pretrain` does."""
+    return _run_one(config, "distill", models)
 
 
 def export_run(run_dir: Path, folder: Path) -> None:

@@ -93,12 +93,13 @@ class Sampler:
             self._last = (print_of, find())
         return self._last[1]
 
-    def rollout(self, models: Models, prompts: Sequence[np.ndarray], seeds: Sequence[int]) -> Rollout:
-        """One completion a prompt."""
+    def rollout(self, models: Models, prompts: Sequence[np.ndarray], seeds: Sequence[int], greedy: int = 0) -> Rollout:
+        """One completion a prompt; those of the first `greedy` prompts at temperature 0."""
         sampling, limit = self.run.config.sampling, self.run.config.data.tasks.max_completion_tokens
+        heat = [0.0] * greedy + [sampling.temperature] * (len(prompts) - greedy)
         requests = [
-            Request(prompt, limit, seed, sampling.temperature, sampling.top_k, sampling.top_p)
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            Request(prompt, limit, seed, temperature, sampling.top_k, sampling.top_p)
+            for prompt, seed, temperature in zip(prompts, seeds, heat, strict=True)
         ]
         view = self.engine.view(models.policy, models.exit, models.eagle)
         if not self._warm:

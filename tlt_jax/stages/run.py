@@ -42,6 +42,7 @@ PHASES = [
     ("finetune", "policy"),
     ("align", "reward_model"),
     ("align", "ppo"),
+    ("distill", "drafters"),
 ]
 
 
@@ -246,7 +247,7 @@ def check_batches(config: Config, parts: int) -> None:
         "finetune": ("finetune.warmup.batch_size / accumulation", warmup.batch_size // warmup.accumulation),
         "align": ("align.reward_model.batch_size / accumulation", reward.batch_size // reward.accumulation),
     }
-    for stage in config.stages:
+    for stage in microbatches.keys() & set(config.stages):
         key, rows = microbatches[stage]
         if rows % parts:
             raise ConfigError(

@@ -15,6 +15,7 @@ from tlt_jax.models.transformer import ModelShape
 from tlt_jax.parallel.programs import Program
 from tlt_jax.rl.objectives import PolicyTerms, policy_objective, reward_objective
 from tlt_jax.stages.models import Models, abstract_models, eagle, scalar_head, shallow_exit, transformer
+from tlt_jax.train.distillation import DrafterTerms, distillation_objective
 from tlt_jax.train.eagle_loss import Chains
 from tlt_jax.train.losses import next_token_objective
 from tlt_jax.train.precision import Precision, precision_of
@@ -56,16 +57,17 @@ def supervised_training(
 ) -> Training:
     """Next-token training of the policy, of the drafter's exit if it has a loss, and of an eagle."""
     precision = precision_of(config.device)
-    chains = chains_of(config, "pretrain" if isinstance(section, PretrainConfig) else "finetune")
+    stage: Stage = "pretrain" if isinstance(section, PretrainConfig) else "finetune"
+    terms = drafter_terms(config, stage, section.exit_weight)
     objective = next_token_objective(
         dtype=precision.dtype,
         remat=config.model.remat,
         exit_weight=section.exit_weight,
         exit_stride=config.speculation.exit_stride,
         loss_chunk=config.model.loss_chunk,
-        chains=chains,
+        chains=terms.chains,
     )
-    roles = _policy_roles(config, shape, section.optimizer, section.exit_weight, chains)
+    roles = _policy_roles(config, shape, section.optimizer, terms)
     return _training(config, roles, objective, shape, mesh)
 
 
@@ -75,14 +77,12 @@ def group_policy_training(config: Config, shape: ModelShape, mesh: jax.sharding.
     terms = PolicyTerms(
         clip_low=policy.clip_low,
         clip_high=policy.clip_high,
-        temperature=config.sampling.temperature,
+        drafters=drafter_terms(config, "finetune", policy.exit_weight),
         entropy_coef=policy.entropy_coef,
-        exit_weight=policy.exit_weight,
         kl_coef=policy.kl_coef,
         kl_estimator=policy.kl_estimator,
-        chains=chains_of(config, "finetune"),
     )
-    roles = _policy_roles(config, shape, policy.optimizer, policy.exit_weight, terms.chains)
+    roles = _policy_roles(config, shape, policy.optimizer, terms.drafters)
     return _training(config, roles, _policy_objective(config, terms), shape, mesh)
 
 
@@ -103,35 +103,44 @@ def ppo_training(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> 
     terms = PolicyTerms(
         clip_low=ppo.clip,
         clip_high=ppo.clip,
-        temperature=config.sampling.temperature,
+        drafters=drafter_terms(config, "align", ppo.exit_weight),
         entropy_coef=ppo.entropy_coef,
-        exit_weight=ppo.exit_weight,
         value_coef=ppo.value_coef,
         value_clip=ppo.value_clip,
-        chains=chains_of(config, "align"),
     )
-    roles = _policy_roles(config, shape, ppo.optimizer, ppo.exit_weight, terms.chains)
+    roles = _policy_roles(config, shape, ppo.optimizer, terms.drafters)
     roles["value"] = Role(scalar_head(shape), ppo.value_optimizer)
     return _training(config, roles, _policy_objective(config, terms), shape, mesh)
 
 
-def chains_of(config: Config, stage: Stage) -> Chains | None:
-    """How the eagle drafter is trained in a stage; None where it is not."""
-    speculation = config.speculation
-    if not speculation.with_eagle or stage not in speculation.eagle_stages:
-        return None
-    return Chains(speculation.eagle_drafts, speculation.eagle_stride)
+def distill_training(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Training:
+    """The drafters alone, beside a policy that stays as it is."""
+    trained = config.speculation.trained_in("distill")
+    terms = drafter_terms(config, "distill", 1.0 if "shallow" in trained else 0.0)
+    objective = distillation_objective(terms, dtype=precision_of(config.device).dtype)
+    return _training(config, _drafter_roles(config, shape, terms), objective, shape, mesh)
+
+
+def drafter_terms(config: Config, stage: Stage, exit_weight: float) -> DrafterTerms:
+    """Which drafters are trained in a stage, and how."""
+    speculation, chains = config.speculation, None
+    if speculation.with_eagle and stage in speculation.eagle_stages:
+        chains = Chains(speculation.eagle_drafts, speculation.eagle_stride)
+    return DrafterTerms(config.sampling.temperature, exit_weight, chains)
 
 
 def _policy_roles(
-    config: Config, shape: ModelShape, policy: OptimizerConfig, exit_weight: float, chains: Chains | None
+    config: Config, shape: ModelShape, policy: OptimizerConfig, drafters: DrafterTerms
 ) -> dict[str, Role]:
-    roles = {"policy": Role(transformer(shape), policy)}
-    if exit_weight:
-        roles["exit"] = Role(shallow_exit(shape), config.speculation.optimizer)
-    if chains is not None:
-        roles["eagle"] = Role(eagle(shape), config.speculation.optimizer)
-    return roles
+    return {"policy": Role(transformer(shape), policy), **_drafter_roles(config, shape, drafters)}
+
+
+def _drafter_roles(config: Config, shape: ModelShape, terms: DrafterTerms) -> dict[str, Role]:
+    builds = {
+        "exit": shallow_exit(shape) if terms.exit_weight else None,
+        "eagle": eagle(shape) if terms.chains else None,
+    }
+    return {name: Role(build, config.speculation.optimizer) for name, build in builds.items() if build}
 
 
 def _policy_objective(config: Config, terms: PolicyTerms) -> Objective:

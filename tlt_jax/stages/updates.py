@@ -17,9 +17,15 @@ def rollout_batch(rollout: Rollout, weights_BT: np.ndarray) -> dict[str, np.ndar
 
 
 def run_updates(
-    phase: Any, train: Any, batch: dict[str, np.ndarray], lengths: np.ndarray, step: Step
+    phase: Any,
+    train: Any,
+    batch: dict[str, np.ndarray],
+    lengths: np.ndarray,
+    step: Step,
+    frozen: dict[str, Any] | None = None,
 ) -> tuple[Any, dict[str, float]]:
     """Updates on shuffled minibatches, some epochs over, as the phase's config has it; the mean of their metrics.
+    `frozen` are models that they see beside those that they train.
 
     The sequences [B, T] of `lengths` [B] are packed: an update computes little but their tokens.
 
@@ -35,7 +41,7 @@ def run_updates(
         for part in np.split(shuffle.permutation(rows), config.minibatches):
             packed = pack_sequences({name: array[part] for name, array in batch.items()}, lengths[part], parts)
             minibatch = put_batch(run.mesh, microbatches(packed, config.accumulation), leading=1)
-            train, metrics = phase.update(train, minibatch, np.float32(step.progress))
+            train, metrics = phase.update(train, minibatch, np.float32(step.progress), frozen)
             collected.append(metrics)
     fetched = to_host(collected)
     mean = {name: float(np.mean([m[name] for m in fetched])) for name in fetched[0] if name != "rl/logp_diff_max"}

@@ -67,7 +67,7 @@ def chain_metrics(
     loss, acceptance = eagle_loss(
         params["policy"], params["eagle"], x_BSD, batch, b["eagle_weights"], at_PK, temperature
     )
-    return {"train/eagle_loss": loss, "train/eagle_acceptance": acceptance}
+    return {"train/eagle_loss": loss, "train/eagle_acceptance": acceptance[0]}
 
 
 def eagle_loss(
@@ -79,8 +79,8 @@ def eagle_loss(
     at_PK: jax.Array,
     temperature: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """(loss, acceptance of a first draft), weighted sums. `x_BSD`: what left the target's last layer; `batch`: its
-    tokens, segments and positions, each [B, S]. Gradients reach the eagle alone."""
+    """(loss, acceptance [K] of a chain's first, second, ... draft), weighted sums. `x_BSD`: what left the target's last
+    layer; `batch`: its tokens, segments and positions, each [B, S]. Gradients reach the eagle alone."""
     with jax.named_scope("eagle_loss"):
         model, x_BSD = jax.lax.stop_gradient((model, x_BSD))
         at_PK = jnp.minimum(at_PK, x_BSD.shape[1] - 1)
@@ -93,7 +93,7 @@ def eagle_loss(
             # A place without weight may hold anything.
             loss += jnp.sum(jnp.where(weights_BP > 0, each_BP, 0.0) * weights_BP) / weights_BPK.shape[-1]
             acceptance.append(jnp.sum(jnp.where(weights_BP > 0, stands_BP, 0.0) * weights_BP))
-        return loss, acceptance[0]
+        return loss, jnp.stack(acceptance)
 
 
 def acceptance_loss(p_log_BPV: jax.Array, q_log_BPV: jax.Array) -> tuple[jax.Array, jax.Array]:

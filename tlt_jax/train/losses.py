@@ -1,4 +1,4 @@
-"""Supervised losses: next-token cross-entropy with an early exit, and the drafter's distillation.
+"""Supervised losses: next-token cross-entropy, at the end and at an early exit.
 
 Shape suffixes: B rows, S sequence, D width, V vocabulary, P the positions that the exit's loss looks at.
 """
@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tlt_jax.models.heads import ShallowExit, exit_logits, exit_states
-from tlt_jax.models.transformer import Transformer, head_matrix, hidden_states, normed
+from tlt_jax.models.heads import exit_states
+from tlt_jax.models.transformer import head_matrix, hidden_states, normed
 from tlt_jax.train.eagle_loss import Chains, chain_batch, chain_metrics
 from tlt_jax.train.head_loss import chunked_cross_entropy
 from tlt_jax.train.step import Batch, Metrics, Objective, normalised
@@ -86,26 +86,3 @@ def head_loss(model: Any, y_BSD: jax.Array, targets_BS: jax.Array, weights_BS: j
 def _strided(x: jax.Array, offset: jax.Array, stride: int) -> jax.Array:
     rows, length, *rest = x.shape
     return jnp.take(x.reshape(rows, length // stride, stride, *rest), offset, axis=2)
-
-
-def exit_distillation(
-    policy: Transformer,
-    exit: ShallowExit,
-    x_exit_BSD: jax.Array,
-    log_probs_BSV: jax.Array,
-    temperature: float,
-    weights_BS: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """(loss, acceptance) of the drafter against the policy's own distribution, as weighted sums.
-
-    loss: cross-entropy from the policy's distribution to the exit's, nats. acceptance: 1 - total variation, the chance
-    that one drafted token stands (Leviathan et al. 2023). No gradient reaches the policy.
-    """
-    with jax.named_scope("exit_loss"):
-        frozen = jax.lax.stop_gradient(policy)
-        q_log_BSV = jax.nn.log_softmax(
-            exit_logits(frozen, exit, jax.lax.stop_gradient(x_exit_BSD)) / temperature, axis=-1
-        )
-        p_BSV = jnp.exp(jax.lax.stop_gradient(log_probs_BSV))
-        overlap_BS = jnp.sum(jnp.minimum(p_BSV, jnp.exp(jax.lax.stop_gradient(q_log_BSV))), axis=-1)
-        return weighted_sum(-jnp.sum(p_BSV * q_log_BSV, axis=-1), weights_BS), weighted_sum(overlap_BS, weights_BS)

@@ -52,7 +52,8 @@ def make_update(
     spike_factor: float = 0.0,
     precision: Precision = FLOAT32,
 ) -> Program:
-    """update(state, batch, progress) -> (state, metrics). Arrays are [A, b, ...]; progress in [0, 1] sets the rates.
+    """update(state, batch, progress, frozen=None) -> (state, metrics). Arrays are [A, b, ...]; progress in [0, 1] sets
+    the rates; `frozen` are models that the loss sees beside those that it trains.
 
     An update whose loss or gradients are not finite, or whose `train/grad_norm` is more than `spike_factor` (0: any)
     times its running mean, changes neither parameters nor optimisers; `train/skipped` is then 1. With a loss scale,
@@ -66,10 +67,16 @@ def make_update(
     specs = {name: table(role.build) for name, role in roles.items()}
     main = "policy" if "policy" in roles else next(iter(roles))
 
-    def update(state: TrainState, batch: Batch, progress: jax.Array) -> tuple[TrainState, Metrics]:
+    def update(
+        state: TrainState, batch: Batch, progress: jax.Array, frozen: dict[str, Any] | None = None
+    ) -> tuple[TrainState, Metrics]:
         batch = objective.prepare(batch, state.step)
         weights = {name: compute_weights(state.params[name], specs[name], precision) for name in roles}
-        grads, metrics, loss_scale = _gradients(objective, weights, batch, state.loss_scale)
+
+        def loss(trained: dict[str, Any], microbatch: Batch) -> tuple[jax.Array, Metrics]:
+            return objective.loss({**(frozen or {}), **trained}, microbatch)
+
+        grads, metrics, loss_scale = _gradients(loss, weights, batch, state.loss_scale)
         params, opt = {}, {}
         with jax.named_scope("optimizer"):
             for name, role in roles.items():
@@ -110,15 +117,15 @@ def _judged(finite: jax.Array, norm: jax.Array, usual: jax.Array, factor: float)
 
 
 def _gradients(
-    objective: Objective, params: dict[str, Any], batch: Batch, scale: DynamicScale | None
+    loss: Callable, params: dict[str, Any], batch: Batch, scale: DynamicScale | None
 ) -> tuple[Any, Metrics, DynamicScale | None]:
     """Sums of gradients and metrics over the microbatches, and the loss scale after them."""
-    differentiate = value_and_grad(objective.loss, scale)
+    differentiate = value_and_grad(loss, scale)
 
     def one(microbatch: Batch) -> tuple[Any, Metrics, DynamicScale | None]:
         with jax.named_scope("forward_backward"):
-            (loss, metrics), grads, after = differentiate(params, microbatch)
-        return grads, {**metrics, "train/loss": loss}, after
+            (value, metrics), grads, after = differentiate(params, microbatch)
+        return grads, {**metrics, "train/loss": value}, after
 
     first = {name: array[0] for name, array in batch.items()}
     if next(iter(batch.values())).shape[0] == 1:
