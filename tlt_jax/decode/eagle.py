@@ -9,8 +9,7 @@ Shape suffixes: B slots, G draft tokens, W = G + 1, T positions, V vocabulary, D
 import jax
 import jax.numpy as jnp
 
-from tlt_jax.decode.propose import Choice, Context, DraftCache, Proposal, Rules, drawn_from, unfed
-from tlt_jax.decode.sampling import pick
+from tlt_jax.decode.propose import Choice, Context, DraftCache, Proposal, Rules, drawn, stacked, unfed
 from tlt_jax.models.decode_view import Cache, DecodeView, decode_layers, embed
 from tlt_jax.models.eagle import eagle_inputs, eagle_logits
 
@@ -23,9 +22,8 @@ def propose_eagle(view: DecodeView, context: Context, choice: Choice, rules: Rul
     y_BWD, layers = feed_known(view, context, context.eagle, choice.draft_length + 1)
     y_B1D = jnp.take_along_axis(y_BWD, jnp.maximum(unfed_B - 1, 0)[:, None, None], axis=1)
 
-    def draw(y_B1D: jax.Array, noise_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-        q_BV = drawn_from(eagle_logits(view, eagle, y_B1D), context, rules)
-        return pick(q_BV, noise_B), q_BV
+    def draw(y_B1D: jax.Array, noise_B: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        return drawn(eagle_logits(view, eagle, y_B1D), noise_B, context, rules)
 
     def draft(carry, inputs):
         layers, y_B1D, token_B = carry
@@ -35,11 +33,10 @@ def propose_eagle(view: DecodeView, context: Context, choice: Choice, rules: Rul
         token_B, q_BV = draw(y_B1D, noise_B)
         return (layers, y_B1D, token_B), (token_B, q_BV)
 
-    first_B, first_BV = draw(y_B1D, context.noise_GB[0])
+    first = draw(y_B1D, context.noise_GB[0])
     inputs = (jnp.arange(choice.draft_length - 1), context.noise_GB[1:])
-    (layers, _, _), (drafts_GB, q_GBV) = jax.lax.scan(draft, (layers, y_B1D, first_B), inputs)
-    drafts_BG = jnp.concatenate([first_B[None], drafts_GB]).T
-    q_BGV = jnp.concatenate([first_BV[None], q_GBV]).swapaxes(0, 1)
+    (layers, _, _), rest = jax.lax.scan(draft, (layers, y_B1D, first[0]), inputs)
+    drafts_BG, q_BGV = stacked(first, rest)
     drafted_B = jnp.full_like(context.length_B, choice.draft_length)
     return unfed(view, context, drafts_BG, q_BGV, drafted_B, DraftCache(layers, context.length_B))
 

@@ -322,6 +322,8 @@ class Engine:
             raise ConfigError(f"max_new_tokens is {request.max_new_tokens}; expected 0 to {self.max_new}")
         if (request.top_k or request.top_p < 1.0 or request.min_p) and not self.rules.filtered:
             raise ConfigError("a request uses top_k, top_p or min_p, which this engine was made without")
+        if self.rules.draws == ("sampled" if request.temperature == 0 else "greedy"):
+            raise ConfigError(f"a request's temperature is {request.temperature}, in an engine for {self.rules.draws}")
         if request.ends is not None and len(request.ends) > self._ends:
             raise ConfigError(f"a request has {len(request.ends)} end tokens; expected at most {self._ends}")
         if request.stop and (self.text is None or not all(request.stop)):

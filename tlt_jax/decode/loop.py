@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 
 from tlt_jax.decode.drafters import DRAFTERS
 from tlt_jax.decode.eagle import caught_up
-from tlt_jax.decode.propose import Choice, Context, DraftCache, Rules, Sources
-from tlt_jax.decode.sampling import Policy, SamplingParams, policy_of, sampling_probs
-from tlt_jax.decode.verify import VERIFIERS
+from tlt_jax.decode.propose import Choice, Context, DraftCache, Proposal, Rules, Sources
+from tlt_jax.decode.sampling import Policy, SamplingParams, likeliest, policy_of, sampling_probs
+from tlt_jax.decode.verify import VERIFIERS, verify_greedy
 from tlt_jax.models.decode_view import Cache, DecodeView, cache_shardings, decode_layers, embed, empty_cache, write_rows
 from tlt_jax.models.eagle import eagle_inputs
 from tlt_jax.models.transformer import ModelShape, logits
@@ -241,17 +241,43 @@ def draft_and_verify(view: DecodeView, slots: Slots, choice: Choice, rules: Rule
         depth = proposal.depth
         x_BWD, late = decode_layers(view.layers[depth:], proposal.cache[depth:], proposal.states_BWD, positions_BW)
         policy = policy_of(logits(view, x_BWD), slots.sampling.temperature_B)
-        p_BWV = sampling_probs(policy, slots.sampling, rules.filtered)
-        verify = VERIFIERS[rules.verification]
-        if rules.verification == "lenient":
-            verify = partial(verify, threshold=rules.accept_threshold, by_entropy=rules.by_entropy)
-        accepted_B, next_B, generated_BWV = verify(
-            p_BWV, proposal.drafts_BG, proposal.q_BGV, proposal.drafted_B, verify_noise_BW
-        )
+        verdict = _verdict(policy, proposal, slots.sampling, verify_noise_BW, rules)
     slots = replace(slots, cache=(*proposal.cache[:depth], *late), eagle=proposal.eagle)
     if slots.states_BTD is not None:
         slots = replace(slots, states_BTD=write_rows(slots.states_BTD, x_BWD, positions_BW))
-    return _emit(slots, proposal.drafts_BG, proposal.drafted_B, accepted_B, next_B, policy, generated_BWV)
+    return _emit(slots, proposal.drafted_B, verdict)
+
+
+class Verdict(NamedTuple):
+    """How many drafts stand; they and the token after them, then anything; log-probs of those, under the policy at the
+    temperature and under what generated them."""
+
+    accepted_B: jax.Array
+    tokens_BW: jax.Array
+    policy_logp_BW: jax.Array
+    sampler_logp_BW: jax.Array
+
+
+def _verdict(
+    policy: Policy, proposal: Proposal, sampling: SamplingParams, noise_BW: jax.Array, rules: Rules
+) -> Verdict:
+    drafts_BG, drafted_B = proposal.drafts_BG, proposal.drafted_B
+    if rules.draws == "greedy":
+        accepted_B, next_B = verify_greedy(likeliest(policy), drafts_BG, drafted_B)
+        generated_BWV = None
+    else:
+        verify = VERIFIERS[rules.verification]
+        if rules.verification == "lenient":
+            verify = partial(verify, threshold=rules.accept_threshold, by_entropy=rules.by_entropy)
+        p_BWV = sampling_probs(policy, sampling, rules.filtered, rules.draws)
+        accepted_B, next_B, generated_BWV = verify(p_BWV, drafts_BG, proposal.q_BGV, drafted_B, noise_BW)
+    after_BW = jnp.arange(drafts_BG.shape[1] + 1) >= accepted_B[:, None]
+    tokens_BW = jnp.where(after_BW, next_B[:, None], jnp.pad(drafts_BG, ((0, 0), (0, 1))))
+    policy_logp_BW = policy.log_probs(tokens_BW)
+    if generated_BWV is None:
+        return Verdict(accepted_B, tokens_BW, policy_logp_BW, jnp.zeros_like(policy_logp_BW))
+    generated_BW = jnp.take_along_axis(generated_BWV, tokens_BW[..., None], axis=-1)[..., 0]
+    return Verdict(accepted_B, tokens_BW, policy_logp_BW, jnp.log(generated_BW))
 
 
 def round_noise(slots: Slots, draft_length: int, vocab: int, verification: str) -> tuple[jax.Array, jax.Array]:
@@ -275,20 +301,10 @@ def round_noise(slots: Slots, draft_length: int, vocab: int, verification: str) 
     return uniform_BU[:, :draft_length].T, uniform_BU[:, draft_length:]
 
 
-def _emit(
-    slots: Slots,
-    drafts_BG: jax.Array,
-    drafted_B: jax.Array,
-    accepted_B: jax.Array,
-    next_B: jax.Array,
-    policy: Policy,
-    generated_BWV: jax.Array,
-) -> tuple[Slots, BlockStats]:
+def _emit(slots: Slots, drafted_B: jax.Array, verdict: Verdict) -> tuple[Slots, BlockStats]:
     """Appends the accepted drafts and the next token, up to the first end and the limit, with their log-probs."""
-    total = slots.tokens_BT.shape[1]
-    offset_W = jnp.arange(drafts_BG.shape[1] + 1)
-    emitted_BW = jnp.pad(drafts_BG, ((0, 0), (0, 1)))
-    emitted_BW = jnp.where(offset_W == accepted_B[:, None], next_B[:, None], emitted_BW)
+    total, accepted_B, emitted_BW = slots.tokens_BT.shape[1], verdict.accepted_B, verdict.tokens_BW
+    offset_W = jnp.arange(emitted_BW.shape[1])
     is_end_BW = jnp.any(emitted_BW[..., None] == slots.ends_BE[:, None], axis=-1) & (offset_W <= accepted_B[:, None])
     ends_before_BW = jnp.cumsum(is_end_BW, axis=1) - is_end_BW
     room_B = slots.limit_B - slots.length_B
@@ -304,12 +320,10 @@ def _emit(
 
     # What is not kept is sent beyond the end, each to a place of its own, and dropped.
     where_BW = jnp.where(kept_BW, slots.length_B[:, None] + offset_W, total + offset_W)
-    generated_BW = jnp.take_along_axis(generated_BWV, emitted_BW[..., None], axis=-1)[..., 0]
-
     active_B = ~slots.done_B
     drafted_B = jnp.where(active_B, drafted_B, 0)
     kept_B = jnp.minimum(count_B, accepted_B)
-    draft_G = jnp.arange(drafts_BG.shape[1])
+    draft_G = offset_W[:-1]
     stats = BlockStats(
         rounds=jnp.int32(1),
         calls=active_B.astype(jnp.int32),
@@ -323,8 +337,8 @@ def _emit(
         length_B=length_B,
         ended_B=ended_B,
         done_B=slots.done_B | ended_B | (length_B >= slots.limit_B),
-        policy_logp_BT=write_rows(slots.policy_logp_BT, policy.log_probs(emitted_BW), where_BW),
-        sampler_logp_BT=write_rows(slots.sampler_logp_BT, jnp.log(jnp.where(kept_BW, generated_BW, 1.0)), where_BW),
+        policy_logp_BT=write_rows(slots.policy_logp_BT, verdict.policy_logp_BW, where_BW),
+        sampler_logp_BT=write_rows(slots.sampler_logp_BT, verdict.sampler_logp_BW, where_BW),
         target_calls_B=slots.target_calls_B + active_B,
         drafted_B=slots.drafted_B + drafted_B,
         accepted_B=slots.accepted_B + kept_B,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tlt_jax.decode.sampling import SamplingParams, policy_of, sampling_probs
+from tlt_jax.decode.sampling import Draws, SamplingParams, likeliest, pick, policy_of, sampling_probs
 from tlt_jax.models.decode_view import Cache, DecodeView, embed
 
 
@@ -31,10 +31,11 @@ OFF = Choice("off", 0)
 
 @dataclass(frozen=True)
 class Rules:
-    """What stays the same while a pool decodes. `filtered`: some slot may use top-k, top-p or min-p; the rest are the
-    config's, of `speculation`."""
+    """What stays the same while a pool decodes. `filtered`: some slot may use top-k, top-p or min-p; `draws`: whether
+    some slots, or all, may be at temperature 0; the rest are the config's, of `speculation`."""
 
     filtered: bool = False
+    draws: Draws = "any"
     verification: str = "block"
     accept_threshold: float = 0.7
     by_entropy: bool = False
@@ -93,10 +94,21 @@ def last_tokens(context: Context) -> jax.Array:
     return jnp.take_along_axis(context.tokens_BT, context.length_B[:, None] - 1, axis=1)
 
 
-def drawn_from(logits_B1V: jax.Array, context: Context, rules: Rules) -> jax.Array:
-    """The distribution q [B, V] that a draft is drawn from: the logits at the target's temperature and filters."""
+def drawn(
+    logits_B1V: jax.Array, noise_B: jax.Array, context: Context, rules: Rules
+) -> tuple[jax.Array, jax.Array | None]:
+    """(a draft [B], the distribution q [B, V] that it was drawn from): the logits at the target's temperature and
+    filters. None where all are greedy: q is one-hot at the draft then."""
     policy = policy_of(logits_B1V, context.sampling.temperature_B)
-    return sampling_probs(policy, context.sampling, rules.filtered)[:, 0]
+    if rules.draws == "greedy":
+        return likeliest(policy)[:, 0], None
+    q_BV = sampling_probs(policy, context.sampling, rules.filtered, rules.draws)[:, 0]
+    return pick(q_BV, noise_B), q_BV
+
+
+def stacked(first: Any, rest: Any) -> Any:
+    """What was found for the first draft [B, ...] and for those after it [G - 1, B, ...], together [B, G, ...]."""
+    return jax.tree.map(lambda one, more: jnp.concatenate([one[None], more]).swapaxes(0, 1), first, rest)
 
 
 def unfed(

@@ -5,7 +5,7 @@ Shape suffixes: B slots, W rows a slot, V vocabulary; `...` any leading axes.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from tlt_jax.parallel.sharding import constrain
 
 CDF_BLOCK = 64
+Draws = Literal["any", "greedy", "sampled"]  # at temperature 0 or not; all of them at 0; none
 
 
 @partial(
@@ -57,20 +58,25 @@ def policy_of(logits_BWV: jax.Array, temperature_B: jax.Array) -> Policy:
     return Policy(exp_BWV / sum_BW1, shifted_BWV, jnp.log(sum_BW1))
 
 
-def sampling_probs(policy: Policy, params: SamplingParams, filtered: bool) -> jax.Array:
+def sampling_probs(policy: Policy, params: SamplingParams, filtered: bool, draws: Draws = "any") -> jax.Array:
     """The distribution that tokens are drawn from, [B, W, V].
 
-    Temperature 0 puts all mass on the likeliest token, the first of several. `filtered` (static) says whether any slot
-    may use top-k, top-p or min-p: the filters keep the k likeliest tokens, then the shortest prefix of the sorted
-    tokens whose mass reaches p (Holtzman et al. 2020), then those at least min_p times as likely as the likeliest
-    (Nguyen et al. 2024), and renormalise.
+    Temperature 0 puts all mass on the likeliest token. Static: `filtered` says whether any slot may use top-k, top-p or
+    min-p, `draws` whether any may be greedy. The filters keep the k likeliest tokens, then the shortest prefix of the
+    sorted tokens whose mass reaches p (Holtzman et al. 2020), then those at least min_p times as likely as the
+    likeliest (Nguyen et al. 2024), and renormalise.
     """
     probs_BWV = _filter(policy.probs_BWV, params) if filtered else policy.probs_BWV
-    index_V = jnp.arange(probs_BWV.shape[-1])
-    # An argmax goes through pairs one by one on a CPU; the least index of the largest does not.
-    likeliest_BW1 = first(policy.shifted_BWV == 0.0)[..., None]
-    greedy_BWV = (index_V == likeliest_BW1).astype(probs_BWV.dtype)
+    if draws == "sampled":
+        return probs_BWV
+    greedy_BWV = (jnp.arange(probs_BWV.shape[-1]) == likeliest(policy)[..., None]).astype(probs_BWV.dtype)
     return jnp.where((params.temperature_B > 0)[:, None, None], probs_BWV, greedy_BWV)
+
+
+def likeliest(policy: Policy) -> jax.Array:
+    """The likeliest token of each row, [B, W]; the first of several."""
+    # An argmax goes through pairs one by one on a CPU; the least index of the largest does not.
+    return first(policy.shifted_BWV == 0.0).astype(jnp.int32)
 
 
 def _filter(probs_BWV: jax.Array, params: SamplingParams) -> jax.Array:

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tlt_jax.decode.propose import Choice, Context, Proposal, Rules, drawn_from, last_tokens
-from tlt_jax.decode.sampling import pick
+from tlt_jax.decode.propose import Choice, Context, Proposal, Rules, drawn, last_tokens
 from tlt_jax.models.decode_view import Cache, DecodeView, decode_layers, embed
 from tlt_jax.models.heads import exit_logits
 
@@ -31,9 +30,8 @@ def propose_shallow(view: DecodeView, context: Context, choice: Choice, rules: R
         cache, token_B1 = carry
         offset, noise_B = inputs
         state_B1D, cache = feed(cache, token_B1, offset)
-        q_BV = drawn_from(exit_logits(view, view.exit, state_B1D), context, rules)
-        drawn_B = pick(q_BV, noise_B)
-        return (cache, drawn_B[:, None]), (drawn_B, q_BV, state_B1D[:, 0])
+        token_B, q_BV = drawn(exit_logits(view, view.exit, state_B1D), noise_B, context, rules)
+        return (cache, token_B[:, None]), (token_B, q_BV, state_B1D[:, 0])
 
     inputs = (jnp.arange(choice.draft_length), context.noise_GB)
     carry, (drafts_GB, q_GBV, states_GBD) = jax.lax.scan(draft, (context.cache[:depth], last_tokens(context)), inputs)
@@ -41,4 +39,5 @@ def propose_shallow(view: DecodeView, context: Context, choice: Choice, rules: R
     state_B1D, cache = feed(cache, newest_B1, choice.draft_length)
     states_BWD = jnp.concatenate([states_GBD.swapaxes(0, 1), state_B1D], axis=1)
     drafted_B = jnp.full_like(context.length_B, choice.draft_length)
-    return Proposal(drafts_GB.T, q_GBV.swapaxes(0, 1), drafted_B, states_BWD, depth, (*cache, *late), context.eagle)
+    q_BGV = None if q_GBV is None else q_GBV.swapaxes(0, 1)
+    return Proposal(drafts_GB.T, q_BGV, drafted_B, states_BWD, depth, (*cache, *late), context.eagle)

@@ -39,14 +39,15 @@ class Sampler:
         tasks, speculation, sampling = config.data.tasks, config.speculation, config.sampling
         filtered = bool(sampling.top_k or sampling.top_p < 1.0)
         rules = Rules(
-            filtered,
-            speculation.verification,
-            speculation.accept_threshold,
-            speculation.accept_by_entropy,
-            speculation.ngram_min,
-            speculation.ngram_max,
-            speculation.ngram_siblings,
-            speculation.ngram_history,
+            filtered=filtered,
+            draws="any" if "distill" in config.stages and config.distill.greedy_fraction else "sampled",
+            verification=speculation.verification,
+            accept_threshold=speculation.accept_threshold,
+            by_entropy=speculation.accept_by_entropy,
+            ngram_min=speculation.ngram_min,
+            ngram_max=speculation.ngram_max,
+            ngram_siblings=speculation.ngram_siblings,
+            ngram_history=speculation.ngram_history,
         )
         if speculation.verification == "lenient":
             log.warning("speculation.verification is lenient: rollouts are LOSSY, not drawn from the policy alone")
