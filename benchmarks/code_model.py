@@ -14,6 +14,7 @@ from tlt_jax.decode.controller import Controller
 from tlt_jax.decode.drafters import DRAFTERS
 from tlt_jax.decode.engine import Engine
 from tlt_jax.decode.propose import Rules
+from tlt_jax.decode.sampling import Draws
 from tlt_jax.parallel.mesh import compute_dtype, make_mesh, set_up_devices
 from tlt_jax.stages.models import Models, initial_models, model_shape
 
@@ -34,7 +35,14 @@ def load(run: Path, *overrides: str) -> tuple[Config, Models, Corpus]:
 
 
 def engine(
-    config: Config, models: Models, controller: Controller, slots: int, max_new: int, verification: str, **options: Any
+    config: Config,
+    models: Models,
+    controller: Controller,
+    slots: int,
+    max_new: int,
+    verification: str,
+    draws: Draws = "any",
+    **options: Any,
 ) -> Engine:
     """An engine in which no token ends a sequence, so that its length is what the request says."""
     speculation = config.speculation
@@ -48,6 +56,7 @@ def engine(
         controller=controller,
         dtype=compute_dtype(config.device),
         rules=Rules(
+            draws=draws,
             verification=verification,
             ngram_siblings=speculation.ngram_siblings,
             ngram_history=speculation.ngram_history,

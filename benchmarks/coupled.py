@@ -38,7 +38,7 @@ def main() -> None:
     requests = [Request(prompt, NEW, seed) for seed, prompt in enumerate(prompts)]
     plain, values = None, {}
     for batch, choice in product(options.batch, choices):
-        engine = code_model.engine(config, models, Fixed(choice), batch, NEW, "coupled")
+        engine = code_model.engine(config, models, Fixed(choice), batch, NEW, "coupled", "sampled")
         found = engine.run(engine.view(models.policy, models.exit, models.eagle), requests)
         plain = plain or found
         name = f"{choice.drafter} {choice.draft_length or ''}".strip() + f", batch {batch}"

@@ -30,6 +30,7 @@ from tlt_jax.decode.controller import CONTROLLERS, Controller, Fixed, choices_of
 from tlt_jax.decode.engine import Engine, Request
 from tlt_jax.decode.propose import OFF
 from tlt_jax.decode.rollout import Rollout, joined, rollout_metrics
+from tlt_jax.decode.sampling import Draws
 from tlt_jax.decode.verify import VERIFIERS
 from tlt_jax.stages.models import Models
 
@@ -71,8 +72,9 @@ def _compare(
     options: argparse.Namespace,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """({variant: figures}, {variant: ratio to off, and its interval}) after `rounds` rounds of all in turn."""
+    draws: Draws = "sampled" if temperature else "greedy"
     engines = {
-        name: code_model.engine(config, models, controller, batch, NEW, options.verification)
+        name: code_model.engine(config, models, controller, batch, NEW, options.verification, draws)
         for name, controller in _variants(code_model.drafters_of(models), options.lengths)
     }
     count = max(options.sequences, 2 * batch)

@@ -22,6 +22,7 @@ from results import paired, report
 from tlt_jax.decode.controller import CostTable, Fixed, choices_of
 from tlt_jax.decode.engine import Engine, Request
 from tlt_jax.decode.propose import OFF
+from tlt_jax.decode.sampling import Draws
 from tlt_jax.models.decode_view import DecodeView
 
 MEDIAN, TAIL = 9, 20  # tokens; the longest, in medians
@@ -33,8 +34,9 @@ def main() -> None:
     prompts = code_model.prompts(corpus, options.requests)
     lengths = _lengths(options.requests)
     choices = choices_of([name for name in code_model.drafters_of(models) if name != "off"], [3, 5, 7])
+    draws: Draws = "sampled" if options.temperature else "greedy"
     engines = {
-        name: code_model.engine(config, models, controller, options.slots, MEDIAN * TAIL, "block", sizes=sizes)
+        name: code_model.engine(config, models, controller, options.slots, MEDIAN * TAIL, "block", draws, sizes=sizes)
         for name, controller, sizes in (
             ("static batches", Fixed(OFF), 1),
             ("slots", Fixed(OFF), 3),

@@ -12,8 +12,9 @@ from support import tiny
 from tlt_jax.config import ConfigError
 from tlt_jax.decode.controller import Fixed
 from tlt_jax.decode.engine import Engine, Request
-from tlt_jax.decode.loop import decode_block, empty_slots
+from tlt_jax.decode.loop import Patience, decode_block, empty_slots
 from tlt_jax.decode.propose import OFF, Choice, Rules
+from tlt_jax.decode.sampling import Draws
 from tlt_jax.models.declare import Declare
 from tlt_jax.models.decode_view import decode_view
 from tlt_jax.models.eagle import Eagle
@@ -32,7 +33,7 @@ PERFECT = tiny.perfect_pair(SHAPE, seed=4, scale=3.0)
 
 
 @cache
-def engine(drafter: str, slots: int = 16) -> Engine:
+def engine(drafter: str, slots: int = 16, draws: Draws = "any") -> Engine:
     return Engine(
         SHAPE,
         tiny.mesh(),
@@ -42,13 +43,13 @@ def engine(drafter: str, slots: int = 16) -> Engine:
         eos=[NO_EOS],
         controller=Fixed(OFF if drafter == "off" else Choice(drafter, G)),
         dtype=jnp.float32,
-        rules=Rules(ngram_min=1),
+        rules=Rules(ngram_min=1, draws=draws),
         block_verifies=3,
     )
 
 
-def complete(drafter: str, requests, pair=(MODEL, EXIT), slots: int = 16, eos: int = NO_EOS):
-    e = engine(drafter, slots)
+def complete(drafter: str, requests, pair=(MODEL, EXIT), slots: int = 16, eos: int = NO_EOS, draws: Draws = "any"):
+    e = engine(drafter, slots, draws)
     return e.run(e.view(*pair), [replace(request, ends=(eos,)) for request in requests])
 
 
@@ -259,8 +260,8 @@ def test_a_decode_blocks_temporaries_are_a_small_share_of_the_weights(drafter):
     view = jax.eval_shape(partial(decode_view, dtype=jnp.float32), transformer, exit, eagle)
     slots = jax.eval_shape(partial(empty_slots, WIDE, 2, 16, 1, Rules(), jnp.float32, True))
     choice = OFF if drafter == "off" else Choice(drafter, G)
-    block = jax.jit(partial(decode_block, choice=choice, rules=Rules(), verifies=8), donate_argnums=1)
-    temporaries = block.lower(view, slots).compile().memory_analysis().temp_size_in_bytes
+    block = jax.jit(partial(decode_block, choice=choice, rules=Rules()), donate_argnums=1)
+    temporaries = block.lower(view, slots, Patience(8, 8, 0)).compile().memory_analysis().temp_size_in_bytes
     weights = sum(leaf.size * 4 for leaf in jax.tree.leaves(view))
     assert weights > 10 * 2**20
     assert temporaries < 0.1 * weights, f"{temporaries / weights:.0%} of the weights"
@@ -274,3 +275,30 @@ def test_an_end_of_sequence_of_id_0_ends_there_though_padding_is_0_too():
     assert cut.ended_B.any()
     kept = [c.tolist() for c in cut.completions()]
     assert kept == [t[:-1] if e else t for t, e in zip(tokens_of(cut), cut.ended_B, strict=True)]
+
+
+@pytest.mark.parametrize(("draws", "temperature"), [("greedy", 0.0), ("sampled", 1.0)])
+def test_a_program_for_one_kind_of_request_gives_what_one_for_both_does(draws, temperature):
+    asked = requests(temperature)
+    both, one = (complete("shallow", asked, draws=kind) for kind in ("any", draws))
+    assert tokens_of(one) == tokens_of(both)
+    for name in ("policy_logp_BT", "sampler_logp_BT"):
+        np.testing.assert_allclose(getattr(one, name), getattr(both, name), atol=1e-5)
+    np.testing.assert_array_equal(one.accepted_B, both.accepted_B)
+    with pytest.raises(ConfigError, match=f"temperature is {1.0 - temperature}, in an engine for {draws}"):
+        complete("shallow", requests(1.0 - temperature), draws=draws)
+
+
+def test_a_block_ends_when_the_host_has_something_to_do():
+    """After three rounds; with a number of sequences to wait for, once no more than these are unfinished."""
+    e = engine("off")
+    for count, until, blocks in ((16, None, 4), (16, 0, 1), (16, 8, 3), (12, 11, 4)):
+        e.reset()
+        view, before = e.view(MODEL, EXIT), e.controller.seen.blocks
+        # A quarter of the sequences ends with the third call, a quarter with the sixth, and so on.
+        asked = [(i, Request(prompts()[0], 3 * (i % 4) + 3, i, ends=(NO_EOS,))) for i in range(count)]
+        e.admit(view, asked)
+        found = {}
+        while len(found) < count:
+            found |= e.step(view, until)
+        assert e.controller.seen.blocks - before == blocks

@@ -121,7 +121,9 @@ class SpeculationConfig(Section):
         4, ge=0, le=256, description="ngram: finished sequences of the same prompt that are looked at too, the latest"
     )
     block_verifies: PositiveInt = Field(
-        8, description="verifications in a compiled block, between two looks of the host"
+        8,
+        description="verifications in a compiled block before the host looks for what has finished; it goes on up to"
+        " eight times as long where nothing has, or nobody waits",
     )
     slots: PositiveInt = Field(
         128, description="sequences decoded together; a finished one's slot takes the next prompt"

@@ -20,6 +20,7 @@ from tlt_jax.decode.controller import Controller
 from tlt_jax.decode.history import History
 from tlt_jax.decode.loop import (
     Admission,
+    Patience,
     Slots,
     decode_block,
     empty_slots,
@@ -41,6 +42,7 @@ from tlt_jax.parallel.sharding import abstract, batch_sharding, replicated
 
 PLAIN = Rules()
 SHRINK = 4  # how many times smaller the next pool is
+LONG = 8  # how many times as many rounds a block may go on for, where nobody waits for what it has finished
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Engine:
         self.parts = mesh.shape["data"] * mesh.shape["fsdp"]
         self.sizes = _pool_sizes(slots, sizes, self.parts)
         self.slots, self.rules, self.controller, self.text = self.sizes[0], rules, controller, text
-        self._led = led
+        self._led, self._verifies = led, block_verifies
         self.draft_length = max(choice.draft_length for choice in controller.choices)
         self._eos = tuple(eos)
         self._ends = max(most_ends, len(self._eos), 1)
@@ -120,7 +122,7 @@ class Engine:
             choice: Program(
                 " ".join(["decode block", choice.drafter, *([str(choice.draft_length)] * (choice.draft_length > 0))]),
                 jax.jit(
-                    partial(decode_block, choice=choice, rules=rules, verifies=block_verifies),
+                    partial(decode_block, choice=choice, rules=rules),
                     donate_argnums=1,
                     out_shardings=(slots_lie, replicated(mesh)),
                 ),
@@ -175,7 +177,7 @@ class Engine:
                 for rows in self.sizes[number:]:
                     state = self._prefill(view, state, put(self._admission(rows, size, []), self._row))
                 for block in self.blocks.values():
-                    state, _ = block(view, state)
+                    state, _ = block(view, state, self._patience(size, sure=False))
                 for other in (*self.sizes[number + 1 : number + 2], *self.sizes[max(number - 1, 0) : number]):
                     self._resized(state, np.arange(other, dtype=np.int32))
                     count += 1
@@ -198,16 +200,19 @@ class Engine:
         self._state = self._prefill(view, self._state, put(admission, self._row))
         self._moved()
 
-    def step(self, view: DecodeView) -> dict[int, dict[str, np.ndarray]]:
-        """Runs one compiled block. Returns the finished sequences by id, and frees their slots."""
+    def step(self, view: DecodeView, until: int | None = None) -> dict[int, dict[str, np.ndarray]]:
+        """Runs one compiled block. Returns the finished sequences by id, and frees their slots. It comes back soon, or
+        with `until` goes on while more sequences than that are unfinished, up to `LONG` times as long."""
         assert self._state is not None, "nothing was admitted"
-        choice = self._choose()
+        choice, sure = self._choose()
         if self._history is not None and self._history.changed:
             prompts = [owner and owner[1].prompt for owner in self._owner]
             self._state = replace(self._state, sources=put(self._history.sources(prompts), self._row))
         jax.block_until_ready(self._state)  # prompts that were just admitted are not the block's time
         start = time.perf_counter()
-        self._state, stats = self.blocks[choice](view, self._state)
+        self._state, stats = self.blocks[choice](
+            view, self._state, self._patience(self.slots if until is None else until, sure)
+        )
         done, stats = to_host((self._state.done_B, stats))
         seconds = time.perf_counter() - start
         self.controller.observe(Block(len(self._owner), choice, seconds, stats))
@@ -236,7 +241,7 @@ class Engine:
         """The first choice's compiled block in the largest pool, for a view of these shapes and shardings, which may be
         abstract."""
         slots = abstract(jax.eval_shape(partial(self._empty, self.slots)), self._slots_lie)
-        return self.blocks[self.controller.choices[0]].lower(view, slots)
+        return self.blocks[self.controller.choices[0]].lower(view, slots, self._patience(0, sure=True))
 
     def run(self, view: DecodeView, requests: Sequence[Request]) -> Rollout:
         """Completes every request; a finished slot takes the next prompt. The rollout is in the requests' order."""
@@ -248,14 +253,25 @@ class Engine:
                 self._fit(min(self.active + len(waiting), self.slots))
                 if waiting and self.free:
                     self.admit(view, [waiting.pop() for _ in range(min(self.free, len(waiting)))])
-                results.update(self.step(view))
+                smaller = next((size for size in self.sizes if size < len(self._owner)), 0)
+                results.update(self.step(view, self.active - 1 if waiting else smaller))
         return _collect([results[i] for i in range(len(requests))], requests)
 
-    def _choose(self) -> Choice:
+    def _choose(self) -> tuple[Choice, bool]:
+        """Who drafts in the next block, and whether the controller is sure of it."""
         choices = self.controller.choices
         if len(choices) == 1:
-            return choices[0]
-        return choices[self._led(choices.index(self.controller.choose(len(self._owner))))]
+            return choices[0], True
+        index = choices.index(self.controller.choose(len(self._owner)))
+        number = self._led(2 * index + self.controller.sure)
+        return choices[number // 2], bool(number % 2)
+
+    def _patience(self, until: int, sure: bool) -> Patience:
+        """Long blocks spare the host's work between them; what is tried out, and texts with stops, are looked at
+        soon."""
+        looked_at = any(owner is not None and owner[1].stop for owner in self._owner)
+        most = self._verifies * (LONG if sure and not looked_at else 1)
+        return Patience(*(np.int32(number) for number in (self._verifies, most, until)))
 
     def _fit(self, wanted: int) -> None:
         """Goes to the smallest pool that holds `wanted` sequences, size by size."""

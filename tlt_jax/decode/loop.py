@@ -199,10 +199,18 @@ class BlockStats(NamedTuple):
     kept_G: jax.Array
 
 
+class Patience(NamedTuple):
+    """When a block ends: after `least` rounds, or later, with no more than `until` sequences left, or after `most`."""
+
+    least: Any
+    most: Any
+    until: Any
+
+
 def decode_block(
-    view: DecodeView, slots: Slots, choice: Choice, rules: Rules, verifies: int
+    view: DecodeView, slots: Slots, patience: Patience, choice: Choice, rules: Rules
 ) -> tuple[Slots, BlockStats]:
-    """Up to `verifies` rounds of draft and verify, fewer once every slot is done. Nothing from the host inside."""
+    """Rounds of draft and verify until the host's patience ends, or all are done. Nothing from the host inside."""
     if choice.drafter == "eagle":
         nothing_GB = jnp.zeros((0, *slots.length_B.shape))
         eagle = caught_up(view, context_of(slots, nothing_GB), slots.done_B, choice.draft_length + 1)
@@ -212,7 +220,9 @@ def decode_block(
 
     def going(carry):
         slots, stats = carry
-        return (stats.rounds < verifies) & ~jnp.all(slots.done_B)
+        active = jnp.sum(~slots.done_B)
+        wanted = (stats.rounds < patience.least) | (active > patience.until)
+        return (active > 0) & wanted & (stats.rounds < patience.most)
 
     def one(carry):
         slots, stats = carry
