@@ -47,13 +47,15 @@ def main() -> None:
     engines = {drafter: _engine(config, models, drafter, corpus.tokenizer.eos_id) for drafter in drafters}
     values: dict[str, dict] = {}
     for temperature in (0.0, 1.0):
-        rollouts, seconds = _interleaved(
+        rollouts, speeds = _interleaved(
             engines, models, prompts, temperature, config, 1 if options.quick else options.repeats
         )
         for drafter, rollout in rollouts.items():
             row = rollout_metrics(rollout, engines[drafter].draft_length)
-            speeds = [rollout.completion_length_B.sum() / s for s in seconds[drafter]]
-            row |= {"tokens_per_second": statistics.median(speeds), **_judged(rollout, corpus.tokenizer.decode)}
+            row |= {
+                "tokens_per_second": statistics.median(speeds[drafter]),
+                **_judged(rollout, corpus.tokenizer.decode),
+            }
             if temperature == 0.0:
                 row |= _same_tokens(models, rollouts["off"], rollout)
             values[f"{drafter} at temperature {temperature:g}"] = row
@@ -100,9 +102,9 @@ def _interleaved(
     repeats: int,
 ) -> tuple[dict[str, Rollout], dict[str, list[float]]]:
     """The rollouts of all rounds together (each round has seeds of its own; one round at temperature 0), and the
-    seconds of each round after a first that compiles."""
+    tokens a second of each round after a first that compiles."""
     found: dict[str, list[Rollout]] = {drafter: [] for drafter in engines}
-    seconds: dict[str, list[float]] = {drafter: [] for drafter in engines}
+    speeds: dict[str, list[float]] = {drafter: [] for drafter in engines}
     for repeat in range(repeats + 1):
         for drafter, engine in engines.items():
             requests = [
@@ -113,9 +115,9 @@ def _interleaved(
             start = time.perf_counter()
             rollout = engine.run(view, requests)
             if repeat:
-                seconds[drafter].append(time.perf_counter() - start)
+                speeds[drafter].append(rollout.completion_length_B.sum() / (time.perf_counter() - start))
                 found[drafter].append(rollout)
-    return {drafter: found[drafter][-1] if temperature == 0 else joined(found[drafter]) for drafter in engines}, seconds
+    return {drafter: found[drafter][-1] if temperature == 0 else joined(found[drafter]) for drafter in engines}, speeds
 
 
 def _judged(rollout: Rollout, decode) -> dict[str, float]:

@@ -205,7 +205,7 @@ class Engine:
         with `until` goes on while more sequences than that are unfinished, up to `LONG` times as long."""
         assert self._state is not None, "nothing was admitted"
         choice, sure = self._choose()
-        if self._history is not None and self._history.changed:
+        if self._history is not None and self._history.changed and choice.drafter == "ngram":
             prompts = [owner and owner[1].prompt for owner in self._owner]
             self._state = replace(self._state, sources=put(self._history.sources(prompts), self._row))
         jax.block_until_ready(self._state)  # prompts that were just admitted are not the block's time

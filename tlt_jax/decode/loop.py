@@ -200,7 +200,7 @@ class BlockStats(NamedTuple):
 
 
 class Patience(NamedTuple):
-    """When a block ends: after `least` rounds, or later, with no more than `until` sequences left, or after `most`."""
+    """A block ends from `least` rounds on with no more than `until` sequences unfinished, and after `most` anyhow."""
 
     least: Any
     most: Any
