@@ -25,6 +25,7 @@ from tlt_jax.decode.drafters import DRAFTERS
 from tlt_jax.decode.engine import Engine, Request
 from tlt_jax.decode.propose import OFF, Choice, Rules
 from tlt_jax.decode.rollout import Rollout, joined, rollout_metrics
+from tlt_jax.decode.sampling import Draws
 from tlt_jax.models.transformer import hidden_states, logits
 from tlt_jax.parallel.mesh import compute_dtype, make_mesh, set_up_devices
 from tlt_jax.rl.rewards import is_valid
@@ -44,9 +45,10 @@ def main() -> None:
     )
     prompts = corpus.held_out_tasks.prompts[: 32 if options.quick else options.prompts]
     drafters = [name for name in DRAFTERS if name != "eagle" or models.eagle is not None]
-    engines = {drafter: _engine(config, models, drafter, corpus.tokenizer.eos_id) for drafter in drafters}
     values: dict[str, dict] = {}
     for temperature in (0.0, 1.0):
+        draws: Draws = "sampled" if temperature else "greedy"
+        engines = {drafter: _engine(config, models, drafter, draws, corpus.tokenizer.eos_id) for drafter in drafters}
         rollouts, speeds = _interleaved(
             engines, models, prompts, temperature, config, 1 if options.quick else options.repeats
         )
@@ -76,7 +78,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _engine(config: Config, models: Models, drafter: str, eos: int) -> Engine:
+def _engine(config: Config, models: Models, drafter: str, draws: Draws, eos: int) -> Engine:
     tasks, speculation = config.data.tasks, config.speculation
     choice = OFF if drafter == "off" else Choice(drafter, speculation.draft_length)
     return Engine(
@@ -87,7 +89,13 @@ def _engine(config: Config, models: Models, drafter: str, eos: int) -> Engine:
         max_new=tasks.max_completion_tokens,
         eos=[eos],
         controller=Fixed(choice),
-        rules=Rules(ngram_min=speculation.ngram_min, ngram_max=speculation.ngram_max),
+        rules=Rules(
+            draws=draws,
+            ngram_min=speculation.ngram_min,
+            ngram_max=speculation.ngram_max,
+            ngram_siblings=speculation.ngram_siblings,
+            ngram_history=speculation.ngram_history,
+        ),
         dtype=compute_dtype(config.device),
         block_verifies=speculation.block_verifies,
     )

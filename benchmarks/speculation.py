@@ -3,10 +3,11 @@
     python benchmarks/speculation.py [--batch 1 4 16 32] [--temperature 0 1] [--quick] [--json FILE]
 
 The model is that of `configs/code_2m.yaml` (which see), trained first where `--run` is not there; prompts are the
-beginnings of held-out documents. All variants of one batch size and temperature take turns; each ratio to `off` is the
-geometric mean over the rounds, with a 95 % interval of paired differences. Loops, completions whose end repeats, are
-left out of calls and acceptance (not of tokens a second), and their share is stated. With the extra `parity`,
-transformers decodes the same weights in a process of its own: `generate` in batches, and prompt lookup at batch 1.
+first tokens of held-out rows, mostly from within a document. All variants of one batch size and temperature take turns;
+each ratio to `off` is the geometric mean over the rounds, with a 95 % interval of paired differences. Loops,
+completions whose end repeats, are left out of calls and acceptance (not of tokens a second), and their share is stated.
+With the extra `parity`, transformers decodes the same weights in a process of its own: `generate` in batches, and
+prompt lookup at batch 1.
 """
 
 import argparse

@@ -3,8 +3,9 @@
     python benchmarks/tails.py [--run DIR] [--slots 16] [--requests 256] [--rounds 5] [--quick] [--json FILE]
 
 Completions' lengths are log-normal, the longest 20 times the median. A static batch takes as many requests as there
-are slots, and the next batch begins when its longest is done. The variants take turns; each ratio is the geometric mean
-over the rounds, with a 95 % interval of paired differences.
+are slots, and the next batch begins when its longest is done; the queue's pool is refilled, and shrinks as it empties.
+The variants take turns; each ratio is the geometric mean over the rounds, with a 95 % interval of paired differences.
+Rounds in which the controller still tries out what there is are not counted.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from tlt_jax.decode.sampling import Draws
 from tlt_jax.models.decode_view import DecodeView
 
 MEDIAN, TAIL = 9, 20  # tokens; the longest, in medians
+WARM = 30  # rounds after which is counted what there is
 
 
 def main() -> None:
@@ -39,6 +41,7 @@ def main() -> None:
         name: code_model.engine(config, models, controller, options.slots, MEDIAN * TAIL, "block", draws, sizes=sizes)
         for name, controller, sizes in (
             ("static batches", Fixed(OFF), 1),
+            ("slots, one size", Fixed(OFF), 1),
             ("slots", Fixed(OFF), 3),
             ("slots, auto", CostTable(choices), 3),
         )
@@ -47,7 +50,10 @@ def main() -> None:
     for name, engine in engines.items():
         engine.warm_up(views[name])
     speeds: dict[str, list[float]] = {name: [] for name in engines}
-    for round in range(options.rounds + 1):  # the first is not counted
+    automatic, round = engines["slots, auto"].controller, 0
+    while len(speeds["slots"]) < options.rounds:
+        # The first is not counted, nor are those in which the controller still tries all that there is.
+        counted = round > 0 and (_tried(automatic, engines["slots, auto"].sizes) or round > WARM)
         requests = [
             Request(prompt, int(length), 1_000_000 * round + i, options.temperature)
             for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
@@ -58,11 +64,13 @@ def main() -> None:
             )
             start = time.perf_counter()
             run(engine, views[name], requests)
-            if round:
+            if counted:
                 speeds[name].append(lengths.sum() / (time.perf_counter() - start))
+        round += 1
     values = {name: {"tokens_per_second": statistics.median(found)} for name, found in speeds.items()}
     ratios = {
         "slots to static batches": paired(speeds["slots"], speeds["static batches"]),
+        "of these, slots of one size": paired(speeds["slots, one size"], speeds["static batches"]),
         "auto to off in slots": paired(speeds["slots, auto"], speeds["slots"]),
     }
     for name, row in values.items():
@@ -71,6 +79,12 @@ def main() -> None:
         print(f"{name:28}{row['ratio']:6.2f} ({row['low']:.2f} to {row['high']:.2f})")
     machine = f"{jax.device_count()} x {jax.devices()[0].device_kind}, {platform.machine()}"
     report("tails", machine, ("jax", "jaxlib", "flax", "numpy"), values, ratios, options.json)
+
+
+def _tried(controller: CostTable, sizes: Sequence[int]) -> bool:
+    """Whether the controller has tried each choice at each size of the pool."""
+    keys = [(size, choice) for size in sizes for choice in controller.choices]
+    return all(len(controller.seen.seconds.get(key, ())) >= controller.TRIES for key in keys)
 
 
 def _lengths(count: int) -> np.ndarray:

@@ -145,3 +145,9 @@ def test_a_cdf_that_rounding_bends_draws_no_index_of_weight_zero():
     cdf = jnp.array([[0.3, 0.30001, 0.29999, 0.9, 0.90001]])  # as a parallel scan may give it
     for target, index in ((0.0, 0), (0.29999, 0), (0.300005, 3), (0.8999, 3)):
         assert _first_above(cdf, weights, jnp.array([target])).tolist() == [index]
+
+
+@pytest.mark.parametrize("vocab", [5, 64, 65])
+def test_what_is_not_a_number_is_drawn_as_a_token_of_the_vocabulary(vocab):
+    drawn = DRAW(jnp.full((2, vocab), jnp.nan), jnp.asarray([0.0, 0.9]))
+    assert np.all((drawn >= 0) & (drawn < vocab))

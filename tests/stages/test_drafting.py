@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from support import tiny
 
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import ConfigError, load_config
+from tlt_jax.data import PackedRows
 from tlt_jax.models.declare import flatten
+from tlt_jax.stages.distill import text_prompts
 from tlt_jax.stages.models import initial_models, model_shape, saved_models
 from tlt_jax.stages.pipeline import run_all
 from tlt_jax.stages.training import distill_training, group_policy_training, ppo_training
@@ -110,3 +113,19 @@ def test_a_stage_trains_the_drafters_that_the_config_says(tmp_path):
         "ppo_training": {"policy", "exit", "eagle", "value"},
         "distill_training": {"exit", "eagle"},
     }
+
+
+def test_text_to_write_on_from_is_the_beginning_of_rows_of_one_document(tmp_path):
+    rows = PackedRows(
+        tokens=np.arange(24).reshape(3, 8),
+        targets=np.zeros((3, 8)),
+        weights=np.ones((3, 8)),
+        segments=np.array([[1, 1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 1, 1, 1, 0, 0, 0]]),
+        positions=np.zeros((3, 8)),
+    )
+    limited = ["data.context_length=8", "data.tasks.max_prompt_tokens=4", "data.tasks.max_completion_tokens=4"]
+    run = SimpleNamespace(corpus=SimpleNamespace(train=rows), config=config(tmp_path, *limited))
+    assert [prompt.tolist() for prompt in text_prompts(run)] == [[0, 1, 2, 3], [16, 17, 18, 19]]
+    run.config = config(tmp_path, *limited, "data.tasks.max_prompt_tokens=6", "data.tasks.max_completion_tokens=2")
+    with pytest.raises(ConfigError, match="begins with 6 tokens of one document"):
+        text_prompts(run)

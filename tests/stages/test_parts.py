@@ -18,6 +18,7 @@ from tlt_jax.stages.finetune import _packed
 from tlt_jax.stages.reward_model import balanced, fit_scale, scaled, share_won
 from tlt_jax.stages.rollouts import by_batches, request_seeds, segments
 from tlt_jax.stages.run import _check_shape, check_batches
+from tlt_jax.train.distillation import DrafterTerms
 
 
 def test_a_stage_gets_its_share_of_the_total():
@@ -106,7 +107,7 @@ def test_packed_and_padded_updates_have_the_same_loss_and_gradient():
     arrays, lengths = sequences()
     positions = np.broadcast_to(np.arange(24, dtype=np.int32), (8, 24))
     padded = arrays | {"segments": segments(arrays["tokens"], lengths), "positions": positions}
-    terms = PolicyTerms(0.2, 0.2, 0.7, 0.01, 0.3, kl_coef=0.1, value_coef=0.5)
+    terms = PolicyTerms(0.2, 0.2, DrafterTerms(0.7, 0.3), 0.01, kl_coef=0.1, value_coef=0.5)
     objective = policy_objective(terms, dtype=jnp.float32, remat="none")
     value = tiny.random_module(lambda d: ScalarHead(tiny.SHAPE, d), 3)
     params = {"policy": tiny.transformer(), "exit": tiny.shallow_exit(), "value": value}

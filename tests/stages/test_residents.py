@@ -16,6 +16,7 @@ from tlt_jax.config import load_config
 from tlt_jax.models.declare import flatten
 from tlt_jax.stages import insight
 from tlt_jax.stages.align import PPO
+from tlt_jax.stages.distill import Distill
 from tlt_jax.stages.finetune import GroupPolicy, Warmup
 from tlt_jax.stages.loop import Phase, PhaseState
 from tlt_jax.stages.memory import memory, parameters
@@ -26,9 +27,10 @@ from tlt_jax.stages.reward_model import RewardModel
 from tlt_jax.stages.run import Interrupted, Run
 
 ROOT = Path(__file__).resolve().parents[2]
-# AdamW's weights and two moments; a reference, or the policy beside the reward model; a reference and a reward model.
-COPIES = {"pretrain": 3, "warmup": 3, "policy": 4, "reward_model": 4, "ppo": 5}
-PHASES = (Pretrain, Warmup, GroupPolicy, RewardModel, PPO)
+# AdamW's weights and two moments; a reference, or the policy beside the reward model; a reference and a reward model;
+# a policy that is not trained.
+COPIES = {"pretrain": 3, "warmup": 3, "policy": 4, "reward_model": 4, "ppo": 5, "drafters": 1}
+PHASES = (Pretrain, Warmup, GroupPolicy, RewardModel, PPO, Distill)
 SMALL = 0.3  # of a copy: exits, heads and their moments
 
 
@@ -36,6 +38,7 @@ def config(folder: Path, name: str, *overrides: str):
     sections = ("pretrain", "finetune.warmup", "finetune.policy", "align.reward_model", "align.ppo")
     options = [f"{section}.optimizer.name=adamw" for section in sections]
     options += ["checkpoint.every_seconds=null", "run.trackers=[]", "run.export=false", "device.compilation_cache="]
+    options += ["stages=[pretrain, finetune, align, distill]", "budget.total=24"]
     places = [f"run.output_dir={folder}/runs", f"run.name={name}", f"data.cache_dir={folder}/data"]
     return load_config(ROOT / "configs/tiny.yaml", [*places, *options, *overrides])
 
@@ -146,8 +149,7 @@ def test_what_is_restored_to_has_the_shapes_of_a_fresh_state(folder, kind):
             return state
 
         patch.setattr(kind, "init", compared)
-        stages = "[pretrain]" if kind is Pretrain else "[finetune]" if kind in (Warmup, GroupPolicy) else "[align]"
-        run_all(config(folder, f"shapes{kind.__name__}", f"stages={stages}", "budget.total=3"))
+        run_all(config(folder, f"shapes{kind.__name__}", f"stages=[{kind.stage}]", "budget.total=3"))
     described = [
         {path: (a.shape, a.dtype, a.sharding) for path, a in arrays.items()}
         for arrays in (found["fresh"], found["shapes"])
@@ -156,7 +158,8 @@ def test_what_is_restored_to_has_the_shapes_of_a_fresh_state(folder, kind):
 
 
 @pytest.mark.parametrize(
-    ("stages", "frozen", "kept"), [("[pretrain]", 0, 4), ("[pretrain, finetune]", 1, 4), ("[finetune, align]", 2, 4)]
+    ("stages", "frozen", "kept"),
+    [("[pretrain]", 0, 4), ("[pretrain, finetune]", 1, 4), ("[finetune, align]", 2, 4), ("[distill]", 1, 0)],
 )
 def test_the_plan_counts_as_many_copies(folder, stages, frozen, kept):
     """And one of gradients, beside the weights and the two moments."""
@@ -165,3 +168,4 @@ def test_the_plan_counts_as_many_copies(folder, stages, frozen, kept):
     whole = sum(4 * array.size for array in flatten(abstract_models(shape, tiny.mesh(), False).policy).values())
     assert planned["weights, gradients and optimiser"] == kept * whole
     assert planned["frozen models"] == frozen * whole
+    assert planned["decode view"] == whole + 4 * shape.vocab * shape.width  # the head of a tied model is its own there

@@ -123,7 +123,7 @@ class SpeculationConfig(Section):
     block_verifies: PositiveInt = Field(
         8,
         description="verifications in a compiled block before the host looks for what has finished; it goes on up to"
-        " eight times as long where nothing has, or nobody waits",
+        " four times as long where nothing has, or nobody waits",
     )
     slots: PositiveInt = Field(
         128, description="sequences decoded together; a finished one's slot takes the next prompt"

@@ -17,10 +17,7 @@ from tlt_jax.decode.seen import Block, Key, Seen, key_of, named
 
 
 class Controller(ABC):
-    """Chooses before each block, and learns from it; `seen` is what it has measured, `sure` whether the latest choice
-    is more than a trial."""
-
-    sure = True
+    """Chooses before each block, and learns from it; `seen` is what it has measured."""
 
     def __init__(self, choices: Sequence[Choice], seed: int = 0):
         self.choices, self.seen = tuple(choices), Seen()
@@ -66,13 +63,11 @@ class CostTable(Controller):
 
     def choose(self, size: int) -> Choice:
         keys = [(size, choice) for choice in self.choices]
-        self.sure = False
         for key in keys:
             if len(self.seen.seconds.get(key, ())) < self.TRIES:
                 return key[1]
         best = max(keys, key=lambda key: self.seen.speed(key, self.HOPE))
-        self.sure = self.seen.blocks % self.AGAIN != self.AGAIN - 1
-        if not self.sure:
+        if self.seen.blocks % self.AGAIN == self.AGAIN - 1:
             # What is slow by far even if all its drafts stood is not worth the look.
             hopeful = [k for k in keys if (1 + k[1].draft_length) / self.seen.round_seconds(k) > self.seen.speed(best)]
             return min(hopeful or [best], key=lambda key: self.seen.last[key])[1]
@@ -91,12 +86,10 @@ class Bandit(Controller):
         self._random = np.random.default_rng(seed)
 
     def choose(self, size: int) -> Choice:
-        self.sure = False
         for choice in self.choices:
             if (size, choice) not in self._rewards:
                 return choice
-        self.sure = self._random.random() >= self.EPSILON
-        if not self.sure:
+        if self._random.random() < self.EPSILON:
             return self.choices[self._random.integers(len(self.choices))]
         return max(self.choices, key=lambda choice: float(np.median(self._rewards[size, choice])))
 
@@ -121,7 +114,6 @@ class PolicyGradient(Controller):
     measured against their running mean, in units of it."""
 
     RATE, BASELINE = 0.5, 0.1
-    sure = False  # every block is a draw
 
     def __init__(self, choices: Sequence[Choice], seed: int = 0):
         super().__init__(choices, seed)

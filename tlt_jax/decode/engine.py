@@ -42,7 +42,7 @@ from tlt_jax.parallel.sharding import abstract, batch_sharding, replicated
 
 PLAIN = Rules()
 SHRINK = 4  # how many times smaller the next pool is
-LONG = 8  # how many times as many rounds a block may go on for, where nobody waits for what it has finished
+LONG = 4  # how many times as many rounds a block may go on for, where nobody waits for what it has finished
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Engine:
                 for rows in self.sizes[number:]:
                     state = self._prefill(view, state, put(self._admission(rows, size, []), self._row))
                 for block in self.blocks.values():
-                    state, _ = block(view, state, self._patience(size, sure=False))
+                    state, _ = block(view, state, self._patience(size))
                 for other in (*self.sizes[number + 1 : number + 2], *self.sizes[max(number - 1, 0) : number]):
                     self._resized(state, np.arange(other, dtype=np.int32))
                     count += 1
@@ -204,15 +204,14 @@ class Engine:
         """Runs one compiled block. Returns the finished sequences by id, and frees their slots. It comes back soon, or
         with `until` goes on while more sequences than that are unfinished, up to `LONG` times as long."""
         assert self._state is not None, "nothing was admitted"
-        choice, sure = self._choose()
+        choice = self._choose()
         if self._history is not None and self._history.changed and choice.drafter == "ngram":
             prompts = [owner and owner[1].prompt for owner in self._owner]
             self._state = replace(self._state, sources=put(self._history.sources(prompts), self._row))
         jax.block_until_ready(self._state)  # prompts that were just admitted are not the block's time
         start = time.perf_counter()
-        self._state, stats = self.blocks[choice](
-            view, self._state, self._patience(self.slots if until is None else until, sure)
-        )
+        patience = self._patience(self.slots if until is None else until)
+        self._state, stats = self.blocks[choice](view, self._state, patience)
         done, stats = to_host((self._state.done_B, stats))
         seconds = time.perf_counter() - start
         self.controller.observe(Block(len(self._owner), choice, seconds, stats))
@@ -241,7 +240,7 @@ class Engine:
         """The first choice's compiled block in the largest pool, for a view of these shapes and shardings, which may be
         abstract."""
         slots = abstract(jax.eval_shape(partial(self._empty, self.slots)), self._slots_lie)
-        return self.blocks[self.controller.choices[0]].lower(view, slots, self._patience(0, sure=True))
+        return self.blocks[self.controller.choices[0]].lower(view, slots, self._patience(0))
 
     def run(self, view: DecodeView, requests: Sequence[Request]) -> Rollout:
         """Completes every request; a finished slot takes the next prompt. The rollout is in the requests' order."""
@@ -257,20 +256,17 @@ class Engine:
                 results.update(self.step(view, self.active - 1 if waiting else smaller))
         return _collect([results[i] for i in range(len(requests))], requests)
 
-    def _choose(self) -> tuple[Choice, bool]:
-        """Who drafts in the next block, and whether the controller is sure of it."""
+    def _choose(self) -> Choice:
         choices = self.controller.choices
         if len(choices) == 1:
-            return choices[0], True
-        index = choices.index(self.controller.choose(len(self._owner)))
-        number = self._led(2 * index + self.controller.sure)
-        return choices[number // 2], bool(number % 2)
+            return choices[0]
+        return choices[self._led(choices.index(self.controller.choose(len(self._owner))))]
 
-    def _patience(self, until: int, sure: bool) -> Patience:
-        """Long blocks spare the host's work between them; what is tried out, and texts with stops, are looked at
-        soon."""
+    def _patience(self, until: int) -> Patience:
+        """Long blocks spare the host's work between them. They are the same for every choice, so that none looks
+        dearer than it is; texts with stops are looked at soon."""
         looked_at = any(owner is not None and owner[1].stop for owner in self._owner)
-        most = self._verifies * (LONG if sure and not looked_at else 1)
+        most = self._verifies * (1 if looked_at else LONG)
         return Patience(*(np.int32(number) for number in (self._verifies, most, until)))
 
     def _fit(self, wanted: int) -> None:

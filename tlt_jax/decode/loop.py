@@ -19,7 +19,7 @@ from tlt_jax.decode.drafters import DRAFTERS
 from tlt_jax.decode.eagle import caught_up
 from tlt_jax.decode.propose import Choice, Context, DraftCache, Proposal, Rules, Sources
 from tlt_jax.decode.sampling import Policy, SamplingParams, likeliest, policy_of, sampling_probs
-from tlt_jax.decode.verify import VERIFIERS, verify_greedy
+from tlt_jax.decode.verify import VERIFIERS, verify_own
 from tlt_jax.models.decode_view import Cache, DecodeView, cache_shardings, decode_layers, embed, empty_cache, write_rows
 from tlt_jax.models.eagle import eagle_inputs
 from tlt_jax.models.transformer import ModelShape, logits
@@ -251,14 +251,14 @@ def draft_and_verify(view: DecodeView, slots: Slots, choice: Choice, rules: Rule
         depth = proposal.depth
         x_BWD, late = decode_layers(view.layers[depth:], proposal.cache[depth:], proposal.states_BWD, positions_BW)
         policy = policy_of(logits(view, x_BWD), slots.sampling.temperature_B)
-        verdict = _verdict(policy, proposal, slots.sampling, verify_noise_BW, rules)
+        outcome = _outcome(policy, proposal, slots.sampling, verify_noise_BW, rules)
     slots = replace(slots, cache=(*proposal.cache[:depth], *late), eagle=proposal.eagle)
     if slots.states_BTD is not None:
         slots = replace(slots, states_BTD=write_rows(slots.states_BTD, x_BWD, positions_BW))
-    return _emit(slots, proposal.drafted_B, verdict)
+    return _emit(slots, proposal.drafted_B, outcome)
 
 
-class Verdict(NamedTuple):
+class Outcome(NamedTuple):
     """How many drafts stand; they and the token after them, then anything; log-probs of those, under the policy at the
     temperature and under what generated them."""
 
@@ -268,12 +268,12 @@ class Verdict(NamedTuple):
     sampler_logp_BW: jax.Array
 
 
-def _verdict(
+def _outcome(
     policy: Policy, proposal: Proposal, sampling: SamplingParams, noise_BW: jax.Array, rules: Rules
-) -> Verdict:
+) -> Outcome:
     drafts_BG, drafted_B = proposal.drafts_BG, proposal.drafted_B
     if rules.draws == "greedy":
-        accepted_B, next_B = verify_greedy(likeliest(policy), drafts_BG, drafted_B)
+        accepted_B, next_B = verify_own(likeliest(policy), drafts_BG, drafted_B)
         generated_BWV = None
     else:
         verify = VERIFIERS[rules.verification]
@@ -285,9 +285,9 @@ def _verdict(
     tokens_BW = jnp.where(after_BW, next_B[:, None], jnp.pad(drafts_BG, ((0, 0), (0, 1))))
     policy_logp_BW = policy.log_probs(tokens_BW)
     if generated_BWV is None:
-        return Verdict(accepted_B, tokens_BW, policy_logp_BW, jnp.zeros_like(policy_logp_BW))
+        return Outcome(accepted_B, tokens_BW, policy_logp_BW, jnp.zeros_like(policy_logp_BW))
     generated_BW = jnp.take_along_axis(generated_BWV, tokens_BW[..., None], axis=-1)[..., 0]
-    return Verdict(accepted_B, tokens_BW, policy_logp_BW, jnp.log(generated_BW))
+    return Outcome(accepted_B, tokens_BW, policy_logp_BW, jnp.log(generated_BW))
 
 
 def round_noise(slots: Slots, draft_length: int, vocab: int, verification: str) -> tuple[jax.Array, jax.Array]:
@@ -311,9 +311,9 @@ def round_noise(slots: Slots, draft_length: int, vocab: int, verification: str) 
     return uniform_BU[:, :draft_length].T, uniform_BU[:, draft_length:]
 
 
-def _emit(slots: Slots, drafted_B: jax.Array, verdict: Verdict) -> tuple[Slots, BlockStats]:
+def _emit(slots: Slots, drafted_B: jax.Array, outcome: Outcome) -> tuple[Slots, BlockStats]:
     """Appends the accepted drafts and the next token, up to the first end and the limit, with their log-probs."""
-    total, accepted_B, emitted_BW = slots.tokens_BT.shape[1], verdict.accepted_B, verdict.tokens_BW
+    total, accepted_B, emitted_BW = slots.tokens_BT.shape[1], outcome.accepted_B, outcome.tokens_BW
     offset_W = jnp.arange(emitted_BW.shape[1])
     is_end_BW = jnp.any(emitted_BW[..., None] == slots.ends_BE[:, None], axis=-1) & (offset_W <= accepted_B[:, None])
     ends_before_BW = jnp.cumsum(is_end_BW, axis=1) - is_end_BW
@@ -347,8 +347,8 @@ def _emit(slots: Slots, drafted_B: jax.Array, verdict: Verdict) -> tuple[Slots, 
         length_B=length_B,
         ended_B=ended_B,
         done_B=slots.done_B | ended_B | (length_B >= slots.limit_B),
-        policy_logp_BT=write_rows(slots.policy_logp_BT, verdict.policy_logp_BW, where_BW),
-        sampler_logp_BT=write_rows(slots.sampler_logp_BT, verdict.sampler_logp_BW, where_BW),
+        policy_logp_BT=write_rows(slots.policy_logp_BT, outcome.policy_logp_BW, where_BW),
+        sampler_logp_BT=write_rows(slots.sampler_logp_BT, outcome.sampler_logp_BW, where_BW),
         target_calls_B=slots.target_calls_B + active_B,
         drafted_B=slots.drafted_B + drafted_B,
         accepted_B=slots.accepted_B + kept_B,

@@ -74,7 +74,8 @@ def sampling_probs(policy: Policy, params: SamplingParams, filtered: bool, draws
 
 
 def likeliest(policy: Policy) -> jax.Array:
-    """The likeliest token of each row, [B, W]; the first of several."""
+    """The likeliest token of each row at temperature 0, [B, W]; the first of several. (At another, what is shifted may
+    miss 0 by a rounding.)"""
     # An argmax goes through pairs one by one on a CPU; the least index of the largest does not.
     return first(policy.shifted_BWV == 0.0).astype(jnp.int32)
 
@@ -120,7 +121,7 @@ def draw(weights_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
     entries = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]
     inner, total = _cdf(entries)
     index = _first_above(inner, entries, jnp.minimum(target - start, _below(total)))
-    return (block * CDF_BLOCK + index).astype(jnp.int32)
+    return jnp.minimum(block * CDF_BLOCK + index, vocab - 1).astype(jnp.int32)  # beyond it are NaN's alone
 
 
 def _cdf(weights: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -76,7 +76,7 @@ def verify_coupled(
     neither drafts nor blocks. The drafter draws argmax(log q + g) with the same noise, and is right with probability
     at least (1 - d) / (1 + d), d the total variation between p and q.
     """
-    return *verify_greedy(pick(p_BWV, gumbel_BWV), drafts_BG, drafted_B), p_BWV
+    return *verify_own(pick(p_BWV, gumbel_BWV), drafts_BG, drafted_B), p_BWV
 
 
 def verify_lenient(
@@ -117,9 +117,9 @@ def verify_lenient(
     )
 
 
-def verify_greedy(own_BW: jax.Array, drafts_BG: jax.Array, drafted_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(accepted_B, next_B) where all are at temperature 0, from the likeliest token of each row: what every other rule
-    comes to there. Drafts stand that are the target's own tokens."""
+def verify_own(own_BW: jax.Array, drafts_BG: jax.Array, drafted_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(accepted_B, next_B): drafts stand that are the target's `own` tokens, one a row. Where these are the likeliest,
+    it is what every rule comes to at temperature 0."""
     stands_BG = (own_BW[:, :-1] == drafts_BG) & _real(drafts_BG, drafted_B)
     accepted_B = jnp.sum(jnp.cumprod(stands_BG.astype(jnp.int32), axis=1), axis=1)
     return accepted_B, jnp.take_along_axis(own_BW, accepted_B[:, None], axis=1)[:, 0]

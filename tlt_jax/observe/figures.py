@@ -12,7 +12,7 @@ PHASE_LABELS = {
     ("distill", "drafters"): "Distill: drafters",
 }
 PERCENT_ENDINGS = ("_fraction", "accuracy", "acceptance_rate", "valid_share", "mfu")
-ROLLOUT_PHASES = ("policy", "ppo", "drafters")
+RL_PHASES = ("policy", "ppo")
 
 
 @dataclass(frozen=True)

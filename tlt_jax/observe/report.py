@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tlt_jax.observe.figures import ROLLOUT_PHASES, charts_for, is_percent, phase_label, show_number, show_value, spoken
+from tlt_jax.observe.figures import RL_PHASES, charts_for, is_percent, phase_label, show_number, show_value, spoken
 from tlt_jax.observe.files import plain, write_json, write_text_atomically
 from tlt_jax.observe.goodput import account_of
 from tlt_jax.observe.plots import strong_line
@@ -236,7 +236,8 @@ def _bits_per_byte(phases: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _valid_completions(phases: list[dict[str, Any]]) -> dict[str, Any] | None:
     metric = "eval/valid_fraction"
-    ends = [(phase, *_ends(phase, metric)) for phase in phases]
+    # Where the drafters alone are trained, the policy does not change.
+    ends = [(phase, *_ends(phase, metric)) for phase in phases if phase["stage"] != "distill"]
     ends = [end for end in ends if end[2] is not None]
     if not ends:
         return None
@@ -273,7 +274,7 @@ def _ppo_reward(rows: list[Row]) -> dict[str, Any] | None:
 
 
 def _calls(rows: list[Row]) -> dict[str, Any] | None:
-    own = [row for row in rows if row.get("phase") in ROLLOUT_PHASES]
+    own = [row for row in rows if row.get("phase") in RL_PHASES]
     calls = _finite(own, "rollout/target_calls_per_token")
     if not calls:
         return None
@@ -328,7 +329,7 @@ def _footnotes(phases: list[Row], rows: list[Row], config: dict[str, Any], facts
     elif any("eval/valid_fraction" in phase["last"] or phase["after"] for phase in phases):
         notes.append("The share of completions that end in a loop was not measured.")
     temperature = section(config, "sampling").get("temperature")
-    if isinstance(temperature, int | float) and any(phase["phase"] in ROLLOUT_PHASES for phase in phases):
+    if isinstance(temperature, int | float) and any(phase["phase"] in RL_PHASES for phase in phases):
         notes.append(f"Rollouts were sampled at temperature {temperature:g}.")
     if facts.get("evaluation_decoding"):
         notes.append(f"Evaluated and shown completions: {facts['evaluation_decoding']}.")

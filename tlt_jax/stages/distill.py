@@ -1,5 +1,5 @@
-"""The last stage: the drafters alone, on what the policy writes (DistillSpec, Zhou et al. 2024: a drafter learns most
-from the target's own text). The policy stays as it is, and so does all that it generates."""
+"""The last stage: the drafters alone, on what the policy writes (sequence-level distillation, Kim & Rush 2016, with its
+distributions at each token). The policy stays as it is."""
 
 import time
 from typing import Any
@@ -52,6 +52,8 @@ class Distill(Phase):
             batch = {**rollout_batch(rollout, mask), "sampled": sampled}
             frozen = {"policy": state.arrays["policy"]}
             train, metrics = run_updates(self, state.arrays["train"], batch, rollout.length_B, step, frozen)
+        if greedy == len(chosen):  # nothing was compared
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("rollout/logprob")}
         metrics |= self.sampler.metrics(rollout, rolled - started) | {
             "time/rollout": rolled - started,
             "time/update": time.monotonic() - rolled,
@@ -60,6 +62,8 @@ class Distill(Phase):
         return PhaseState({**state.arrays, "train": train}), metrics, int(rollout.completion_length_B.sum())
 
     def evaluate(self, state: PhaseState, when: str) -> tuple[PhaseState, dict[str, float]]:
+        if not len(self.run.corpus.held_out_tasks):
+            return state, {}
         return state, evaluate_completions(self.run, self.sampler, models_of(state), self.stage, self.name, when)
 
 

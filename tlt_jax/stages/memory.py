@@ -34,8 +34,9 @@ def memory(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh, dtype: np
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
     positions = config.data.tasks.max_prompt_tokens + config.data.tasks.max_completion_tokens
     width = 2 * shape.layers * shape.kv_heads * shape.head_dim / mesh.shape["tensor"]
+    own_head = shape.vocab * shape.width if shape.tied else 0  # the view's is never tied
     decoding = {  # in all phases: they complete prompts to be judged by
-        "decode view": dtype.itemsize * parameters(shape) / mesh.shape["tensor"],
+        "decode view": dtype.itemsize * (parameters(shape) + own_head) / mesh.shape["tensor"],
         "cache of all slots": width * config.speculation.slots / rows * positions * dtype.itemsize,
     }
     eagle = {}

@@ -220,10 +220,11 @@ def _check_place(run: Run, stages: Sequence[str]) -> None:
 
 def _check_tasks(run: Run, stages: Sequence[str]) -> None:
     """Raises ConfigError, before anything is trained, if a later stage would find no tasks."""
-    needing = " and ".join(stage for stage in stages if stage != "pretrain")
+    without = {"pretrain"} | ({"distill"} if run.config.distill.source == "text" else set())
+    needing = " and ".join(stage for stage in stages if stage not in without)
     sides = {"training": run.corpus.train_tasks, "held-out": run.corpus.held_out_tasks}
     for which, tasks in sides.items():
-        if not len(tasks) and set(stages) - {"pretrain"}:
+        if not len(tasks) and needing:
             raise ConfigError(
                 f"`data.tasks`: the {which} data has no tasks within its limits; expected some, for {needing}: data"
                 " with Python functions, or data.tasks.kind=jsonl; without any, 'stages=[pretrain]'"

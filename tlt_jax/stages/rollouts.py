@@ -51,7 +51,7 @@ class Sampler:
         )
         if speculation.verification == "lenient":
             log.warning("speculation.verification is lenient: rollouts are LOSSY, not drawn from the policy alone")
-        if filtered and set(config.stages) - {"pretrain"}:
+        if filtered and set(config.stages) - {"pretrain", "distill"}:
             log.info(
                 "top_k or top_p cuts the rollouts' distribution, the policy's ratio does not: its gradient is biased"
             )

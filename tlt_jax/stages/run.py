@@ -247,7 +247,7 @@ def check_batches(config: Config, parts: int) -> None:
         "finetune": ("finetune.warmup.batch_size / accumulation", warmup.batch_size // warmup.accumulation),
         "align": ("align.reward_model.batch_size / accumulation", reward.batch_size // reward.accumulation),
     }
-    for stage in microbatches.keys() & set(config.stages):
+    for stage in (stage for stage in config.stages if stage in microbatches):
         key, rows = microbatches[stage]
         if rows % parts:
             raise ConfigError(
