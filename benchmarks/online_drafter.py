@@ -112,15 +112,16 @@ def _report(pairs: np.ndarray, options: argparse.Namespace) -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", required=True, help="a finished run directory with an eagle")
-    parser.add_argument("--updates", type=int, default=50)
+    parser.add_argument("--updates", type=int, default=50, help="5 at least")
     parser.add_argument("--minibatches", type=int, default=2, help="updates a rollout")
     parser.add_argument("--drafts", type=int, default=5, help="places of a chain that are looked at")
-    parser.add_argument("--quick", action="store_true", help="4 updates")
+    parser.add_argument("--quick", action="store_true", help="10 updates")
     parser.add_argument("--json", metavar="FILE", help="write the last line there too")
     parser.add_argument("overrides", nargs="*", help="keys of the config, as KEY=VALUE")
     options = parser.parse_args()
+    options.updates = max(options.updates, 5)  # the interval is made of five stretches
     if options.quick:
-        options.updates = 4
+        options.updates = 10
     return options
 
 
