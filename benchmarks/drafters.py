@@ -93,8 +93,7 @@ def _engine(config: Config, models: Models, drafter: str, draws: Draws, eos: int
             draws=draws,
             ngram_min=speculation.ngram_min,
             ngram_max=speculation.ngram_max,
-            ngram_siblings=speculation.ngram_siblings,
-            ngram_history=speculation.ngram_history,
+            ngram_history=0,  # every round has the same prompts, and at temperature 0 the same completions
         ),
         dtype=compute_dtype(config.device),
         block_verifies=speculation.block_verifies,
