@@ -154,12 +154,6 @@ class SpeculationConfig(Section):
         """Whether an eagle may draft."""
         return "eagle" in self.drafters
 
-    def trained_in(self, stage: Stage) -> tuple[str, ...]:
-        """The drafters with weights of their own that a stage may train; elsewhere than in distill the first layers'
-        exit has a weight of its own in the phase's section."""
-        untrained = {"ngram", "off"} | (set() if stage in self.eagle_stages else {"eagle"})
-        return tuple(name for name in self.drafters if name not in untrained)
-
     @model_validator(mode="after")
     def _order(self):
         if self.ngram_min > self.ngram_max:
@@ -230,9 +224,11 @@ class Config(Section):
         )
         _divides("align.ppo.minibatches", ppo.minibatches, "align.ppo.prompts", ppo.prompts)
         _divides("distill.minibatches", self.distill.minibatches, "distill.prompts", self.distill.prompts)
-        if "distill" in self.stages and not self.speculation.trained_in("distill"):
+        speculation = self.speculation
+        by_eagle = speculation.with_eagle and "distill" in speculation.eagle_stages
+        if "distill" in self.stages and not by_eagle and "shallow" not in speculation.drafters:
             raise ValueError(
-                f"distill would train nothing: speculation.drafter is {self.speculation.drafter!r}; expected one that"
+                f"distill would train nothing: speculation.drafter is {speculation.drafter!r}; expected one that"
                 " has weights (shallow, eagle, or auto with either), and eagle_stages with distill"
             )
         reward = self.align.reward_model

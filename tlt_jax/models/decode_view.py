@@ -32,8 +32,8 @@ from tlt_jax.parallel.sharding import DECODE_RULES, named_sharding, replicated
 @dataclass(frozen=True)
 class DecodeView:
     """The parameters as decoding wants them, the drafters' among them. `eagle` is None where nobody drafts with it. The
-    head is never tied: a product of a few rows with the transposed embedding takes up to five times as long on a
-    CPU."""
+    head is never tied: on a CPU the product of 2 to 16 rows with the transposed embedding takes 1.6 to 2.7 times as
+    long (128 wide, vocabulary 2,048)."""
 
     embedding: jax.Array
     layers: tuple[Block, ...]

@@ -247,9 +247,8 @@ def check_batches(config: Config, parts: int) -> None:
         "finetune": ("finetune.warmup.batch_size / accumulation", warmup.batch_size // warmup.accumulation),
         "align": ("align.reward_model.batch_size / accumulation", reward.batch_size // reward.accumulation),
     }
-    for stage in (stage for stage in config.stages if stage in microbatches):
-        key, rows = microbatches[stage]
-        if rows % parts:
+    for stage, (key, rows) in microbatches.items():
+        if stage in config.stages and rows % parts:
             raise ConfigError(
                 f"`{key}` is {rows}; expected a multiple of {parts}, the devices that split a batch (`device.mesh`)"
             )

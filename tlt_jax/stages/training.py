@@ -115,8 +115,7 @@ def ppo_training(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> 
 
 def distill_training(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Training:
     """The drafters alone, beside a policy that stays as it is."""
-    trained = config.speculation.trained_in("distill")
-    terms = drafter_terms(config, "distill", 1.0 if "shallow" in trained else 0.0)
+    terms = drafter_terms(config, "distill", 1.0 if "shallow" in config.speculation.drafters else 0.0)
     objective = distillation_objective(terms, dtype=precision_of(config.device).dtype)
     return _training(config, _drafter_roles(config, shape, terms), objective, shape, mesh)
 
