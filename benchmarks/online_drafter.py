@@ -45,10 +45,10 @@ class Paired(GroupPolicy):
         def look(policy: Any, eagles: Any, batch: Any) -> Any:
             prepared = {**batch, **drafters_batch(batch, terms, jnp.int32(0))}
             b = {name: array[0] for name, array in prepared.items()}
-            _, x_BSD = hidden_states(policy, *predicting(b).values(), dtype=jnp.float32)
-            sequences, at_PK = tuple(predicting(b).values()), places(x_BSD.shape[1], chains, b["eagle_offset"])
+            states = hidden_states(policy, *predicting(b).values(), dtype=jnp.float32)
+            sequences, at_PK = tuple(predicting(b).values()), places(states[1].shape[1], chains, b["eagle_offset"])
             return [
-                eagle_loss(policy, eagle, x_BSD, sequences, b["eagle_weights"], at_PK, temperature)[1]
+                eagle_loss(policy, eagle, states, sequences, b["eagle_weights"], at_PK, temperature)[1]
                 for eagle in eagles
             ]
 

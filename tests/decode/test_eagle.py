@@ -35,9 +35,9 @@ def expected_q() -> "jax.stages.Wrapped":
 
     def of(tokens_T: jax.Array, start: jax.Array) -> jax.Array:
         batch = tokens_T[None], jnp.ones_like(tokens_T)[None], jnp.arange(LENGTH)[None]
-        _, x_BSD = hidden_states(MODEL, *batch, dtype=jnp.float32)
+        both = hidden_states(MODEL, *batch, dtype=jnp.float32)
         at_PK = places(LENGTH, Chains(DRAFTS, LENGTH), start)
-        chain = chain_states(MODEL, EAGLE, x_BSD, *batch, jnp.minimum(at_PK, LENGTH - 1))
+        chain = chain_states(MODEL, EAGLE, both, *batch, jnp.minimum(at_PK, LENGTH - 1))
         return jnp.stack([jax.nn.softmax(eagle_logits(MODEL, EAGLE, y)[0, 0]) for y in chain])
 
     return jax.jit(of)
@@ -115,4 +115,4 @@ def test_an_engine_without_eagle_keeps_nothing_for_it():
     )
     assert engine.view(MODEL, EXIT, EAGLE).eagle is None
     engine.admit(engine.view(MODEL, EXIT), [(0, Request(np.array([1], np.int32), 4, 0))])
-    assert engine._state.states_BTD is None and engine._state.eagle is None
+    assert engine._state.states_BTE is None and engine._state.eagle is None

@@ -25,9 +25,9 @@ def rows(*documents: int):
 
 
 def states(batch, offset: int, chains: Chains = CHAINS):
-    _, x_BSD = hidden_states(MODEL, *batch, dtype=jnp.float32)
+    of_model = hidden_states(MODEL, *batch, dtype=jnp.float32)
     at_PK = jnp.minimum(places(S, chains, jnp.int32(offset)), S - 1)
-    return at_PK, chain_states(MODEL, EAGLE, x_BSD, *batch, at_PK)
+    return at_PK, chain_states(MODEL, EAGLE, of_model, *batch, at_PK)
 
 
 def test_the_loss_of_a_draft_by_hand():
@@ -83,21 +83,21 @@ def test_documents_in_a_row_do_not_see_each_other():
 
 def test_gradients_reach_the_eagle_alone_and_what_has_no_weight_may_be_anything():
     batch = rows(5, 4)
-    _, x_BSD = hidden_states(MODEL, *batch, dtype=jnp.float32)
+    both = hidden_states(MODEL, *batch, dtype=jnp.float32)
     weights = chain_weights(batch[1][None], (batch[1] > 0)[None], CHAINS, jnp.int32(0))[0]
     at_PK = places(S, CHAINS, jnp.int32(0))
 
     @jax.jit
-    def gradients(x_BSD):
-        def loss(model, eagle, x_BSD):
-            return eagle_loss(model, eagle, x_BSD, batch, weights, at_PK)
+    def gradients(both):
+        def loss(model, eagle, both):
+            return eagle_loss(model, eagle, both, batch, weights, at_PK)
 
-        return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(MODEL, EAGLE, x_BSD)
+        return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(MODEL, EAGLE, both)
 
-    (_, acceptance), (of_model, of_eagle, of_states) = gradients(x_BSD)
+    (_, acceptance), (of_model, of_eagle, of_states) = gradients(both)
     assert acceptance.shape == (CHAINS.drafts,) and bool(jnp.all((acceptance > 0) & (acceptance < 1)))
     assert all(float(jnp.abs(a).max()) == 0 for a in jax.tree.leaves((of_model, of_states)))
     assert all(float(jnp.abs(a).max()) > 0 for a in jax.tree.leaves(of_eagle))
-    other = gradients(x_BSD.at[:, 9:].set(100.0))[1][1]
+    other = gradients(tuple(x_BSD.at[:, 9:].set(100.0) for x_BSD in both))[1][1]
     for found, expected in zip(jax.tree.leaves(other), jax.tree.leaves(of_eagle), strict=True):
         np.testing.assert_array_equal(found, expected)

@@ -1,4 +1,4 @@
-"""The eagle drafter: one layer of its own, over the target's last states and its own (EAGLE, Li et al. 2024).
+"""The eagle drafter: one layer of its own, over the target's states and its own (EAGLE, Li et al. 2024).
 
 What the verification before left, the target's states of the tokens that stand, is fed first: those tokens' entries in
 the layer's cache were made from the drafter's own states, and are made again from the target's.
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from tlt_jax.decode.propose import Choice, Context, DraftCache, Proposal, Rules, drawn, stacked, unfed
 from tlt_jax.models.decode_view import Cache, DecodeView, decode_layers, embed
-from tlt_jax.models.eagle import eagle_inputs, eagle_logits
+from tlt_jax.models.eagle import eagle_inputs, eagle_logits, known_inputs
 
 
 def propose_eagle(view: DecodeView, context: Context, choice: Choice, rules: Rules) -> Proposal:
@@ -44,12 +44,12 @@ def propose_eagle(view: DecodeView, context: Context, choice: Choice, rules: Rul
 def feed_known(view: DecodeView, context: Context, cache: DraftCache, count: int) -> tuple[jax.Array, Cache]:
     """Feeds the next `count` tokens with the target's states before them: (what leaves the layer [B, count, D], its
     cache). Rows beyond the newest known token mean nothing, and are written again before they are read."""
-    assert view.eagle is not None and context.states_BTD is not None
+    assert view.eagle is not None and context.states_BTE is not None
     place_BW = cache.fed_B[:, None] + jnp.arange(count)
     tokens_BW = jnp.take_along_axis(context.tokens_BT, place_BW, axis=1, mode="clip")
-    before_BWD = jnp.take_along_axis(context.states_BTD, jnp.maximum(place_BW - 1, 0)[..., None], axis=1, mode="clip")
-    before_BWD = jnp.where(place_BW[..., None] > 0, before_BWD, 0.0)
-    x_BWD = eagle_inputs(view.eagle, before_BWD, embed(view, tokens_BW))
+    before_BWE = jnp.take_along_axis(context.states_BTE, jnp.maximum(place_BW - 1, 0)[..., None], axis=1, mode="clip")
+    before_BWE = jnp.where(place_BW[..., None] > 0, before_BWE, 0.0)
+    x_BWD = known_inputs(view.eagle, before_BWE, embed(view, tokens_BW))
     return decode_layers((view.eagle.layer,), cache.layers, x_BWD, place_BW)
 
 

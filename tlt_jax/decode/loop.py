@@ -21,7 +21,7 @@ from tlt_jax.decode.propose import Choice, Context, DraftCache, Proposal, Rules,
 from tlt_jax.decode.sampling import Policy, SamplingParams, likeliest, policy_of, sampling_probs
 from tlt_jax.decode.verify import VERIFIERS, verify_own
 from tlt_jax.models.decode_view import Cache, DecodeView, cache_shardings, decode_layers, embed, empty_cache, write_rows
-from tlt_jax.models.eagle import eagle_inputs
+from tlt_jax.models.eagle import both_states, known_inputs
 from tlt_jax.models.transformer import ModelShape, logits
 from tlt_jax.parallel.sharding import batch_sharding
 
@@ -41,7 +41,7 @@ _SLOT_FIELDS = [
     "accepted_B",
     "sources",
     "cache",
-    "states_BTD",
+    "states_BTE",
     "eagle",
 ]
 
@@ -50,8 +50,8 @@ _SLOT_FIELDS = [
 @dataclass(frozen=True)
 class Slots:
     """The pool's state on the device. `limit_B`: the length at which a sequence is cut; `done_B`: free or finished;
-    `ends_BE`: the tokens that end it, -1 for none; `states_BTD`: what left the target's last layer at each position
-    that is in the cache. That and the cache of `eagle` are None where it never drafts."""
+    `ends_BE`: the tokens that end it, -1 for none; `states_BTE`: what left the target's exit layer and its last one at
+    each position that is in the cache. That and the cache of `eagle` are None where it never drafts."""
 
     tokens_BT: jax.Array
     length_B: jax.Array
@@ -68,7 +68,7 @@ class Slots:
     accepted_B: jax.Array
     sources: Sources
     cache: Cache
-    states_BTD: jax.Array | None
+    states_BTE: jax.Array | None
     eagle: DraftCache | None
 
 
@@ -97,7 +97,7 @@ def empty_slots(
             jnp.zeros((slots, rules.ngram_history), jnp.int32),
         ),
         cache=empty_cache(shape, slots, length, dtype),
-        states_BTD=jnp.zeros((slots, length, shape.width), dtype) if with_eagle else None,
+        states_BTE=jnp.zeros((slots, length, 2 * shape.width), dtype) if with_eagle else None,
         eagle=DraftCache(empty_cache(shape, slots, length, dtype)[:1], ints) if with_eagle else None,
     )
 
@@ -112,7 +112,7 @@ def slot_shardings(shape: ModelShape, mesh: Mesh, with_eagle: bool = False) -> S
             "sampling": SamplingParams(row, row, row, row),
             "sources": Sources(row, row, row),
             "cache": (cache := cache_shardings(shape, mesh)),
-            "states_BTD": row if with_eagle else None,
+            "states_BTE": row if with_eagle else None,
             "eagle": DraftCache(cache[:1], row) if with_eagle else None,  # type: ignore[arg-type]
         }
     )
@@ -143,7 +143,7 @@ def prefill(view: DecodeView, slots: Slots, new: Admission) -> Slots:
         positions_AP = jnp.broadcast_to(jnp.arange(prompt), (rows, prompt))
         cache = empty_cache(view.shape, rows, prompt, view.embedding.dtype)
         embedded_APD = embed(view, new.tokens_AP)
-        x_APD, cache = decode_layers(view.layers, cache, embedded_APD, positions_AP)
+        states_APE, _, cache = run_target(view, cache, embedded_APD, positions_AP)
 
     def put(old: jax.Array, fresh: Any) -> jax.Array:
         return old.at[new.slot_A].set(fresh, mode="drop")
@@ -153,9 +153,9 @@ def prefill(view: DecodeView, slots: Slots, new: Admission) -> Slots:
 
     eagle = slots.eagle
     if eagle is not None and view.eagle is not None:
-        before_APD = jnp.pad(x_APD, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        before_APE = jnp.pad(states_APE, ((0, 0), (1, 0), (0, 0)))[:, :-1]
         layers = empty_cache(view.shape, rows, prompt, view.embedding.dtype)[:1]
-        x_eagle_APD = eagle_inputs(view.eagle, before_APD, embedded_APD)
+        x_eagle_APD = known_inputs(view.eagle, before_APE, embedded_APD)
         _, layers = decode_layers((view.eagle.layer,), layers, x_eagle_APD, positions_AP)
         # The newest token is fed again: what leaves the layer there is what drafting begins with.
         eagle = DraftCache(jax.tree.map(put_start, eagle.layers, layers), put(eagle.fed_B, new.length_A - 1))
@@ -175,7 +175,7 @@ def prefill(view: DecodeView, slots: Slots, new: Admission) -> Slots:
         accepted_B=put(slots.accepted_B, 0),
         sources=slots.sources,
         cache=jax.tree.map(put_start, slots.cache, cache),
-        states_BTD=None if slots.states_BTD is None else put_start(slots.states_BTD, x_APD),
+        states_BTE=None if slots.states_BTE is None else put_start(slots.states_BTE, states_APE),
         eagle=eagle,
     )
 
@@ -236,8 +236,20 @@ def decode_block(
 
 def context_of(slots: Slots, noise_GB: jax.Array) -> Context:
     """What a drafter sees of the slots."""
-    names = ("tokens_BT", "length_B", "sampling", "cache", "sources", "states_BTD", "eagle")
+    names = ("tokens_BT", "length_B", "sampling", "cache", "sources", "states_BTE", "eagle")
     return Context(noise_GB=noise_GB, **{name: getattr(slots, name) for name in names})
+
+
+def run_target(
+    view: DecodeView, cache: Cache, x_BWD: jax.Array, positions_BW: jax.Array, depth: int = 0
+) -> tuple[jax.Array, jax.Array, Cache]:
+    """(what left the exit layer and the last one, side by side; the latter; the cache) of the fed tokens, whose states
+    have gone through `depth` layers: none, or up to the exit."""
+    exit = view.shape.exit_layer
+    assert depth in (0, exit)
+    x_exit_BWD, early = decode_layers(view.layers[depth:exit], cache[depth:exit], x_BWD, positions_BW)
+    x_BWD, late = decode_layers(view.layers[exit:], cache[exit:], x_exit_BWD, positions_BW)
+    return both_states(x_exit_BWD, x_BWD), x_BWD, (*cache[:depth], *early, *late)
 
 
 def draft_and_verify(view: DecodeView, slots: Slots, choice: Choice, rules: Rules) -> tuple[Slots, BlockStats]:
@@ -248,13 +260,12 @@ def draft_and_verify(view: DecodeView, slots: Slots, choice: Choice, rules: Rule
         proposal = DRAFTERS[choice.drafter](view, context_of(slots, draft_noise_GB), choice, rules)
     with jax.named_scope("verify"):
         positions_BW = slots.length_B[:, None] - 1 + jnp.arange(length + 1)
-        depth = proposal.depth
-        x_BWD, late = decode_layers(view.layers[depth:], proposal.cache[depth:], proposal.states_BWD, positions_BW)
+        states_BWE, x_BWD, cache = run_target(view, proposal.cache, proposal.states_BWD, positions_BW, proposal.depth)
         policy = policy_of(logits(view, x_BWD), slots.sampling.temperature_B)
         outcome = _outcome(policy, proposal, slots.sampling, verify_noise_BW, rules)
-    slots = replace(slots, cache=(*proposal.cache[:depth], *late), eagle=proposal.eagle)
-    if slots.states_BTD is not None:
-        slots = replace(slots, states_BTD=write_rows(slots.states_BTD, x_BWD, positions_BW))
+    slots = replace(slots, cache=cache, eagle=proposal.eagle)
+    if slots.states_BTE is not None:
+        slots = replace(slots, states_BTE=write_rows(slots.states_BTE, states_BWE, positions_BW))
     return _emit(slots, proposal.drafted_B, outcome)
 
 

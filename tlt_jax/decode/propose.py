@@ -64,7 +64,7 @@ class DraftCache(NamedTuple):
 
 class Context(NamedTuple):
     """What a drafter sees of the slots: tokens so far, their number, how they are sampled, the cache, its noise (see
-    `pick`; G first); for `eagle` what left the target's last layer at each position that was fed, and its cache."""
+    `pick`; G first); for `eagle` its cache, and what left the target's exit layer and its last one where it was fed."""
 
     tokens_BT: jax.Array
     length_B: jax.Array
@@ -72,7 +72,7 @@ class Context(NamedTuple):
     cache: Cache
     noise_GB: jax.Array
     sources: Sources
-    states_BTD: jax.Array | None
+    states_BTE: jax.Array | None
     eagle: DraftCache | None
 
 

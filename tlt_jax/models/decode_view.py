@@ -119,6 +119,8 @@ def decode_layers(
     draft left: they are never attended to, because every position up to the newest fed token is written before it is
     read. Positions at or beyond the cache's length write nothing.
     """
+    if not layers:
+        return x_BWD, ()
     s = layers[0].shape
     cos_sin = rotary(positions_BW, s.head_dim, s.rope_theta)
     length = cache[0].key_BTKN.shape[1]

@@ -1,13 +1,18 @@
-"""EAGLE's weights: one decoder layer over the target's last states and the tokens after them (Li et al. 2024).
+"""EAGLE's weights: one decoder layer over the target's states and the tokens after them (Li et al. 2024).
 
 The state that predicted a token, and the token's embedding, go in together; what comes out takes the place of the state
-that the target would have had there, so that drafting goes on from its own output. Embedding and head are the target's.
+that the target would have had there, so that drafting goes on from its own output. Of tokens that the target has seen,
+the state after its first layers goes in too (EAGLE-3, Li et al. 2025, takes three depths). Embedding and head are the
+target's.
+
+Shape suffixes: B rows, S sequence, D width, E = 2 D: what leaves the exit layer and the last one, side by side.
 """
 
 from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from tlt_jax.models.declare import Declare
@@ -24,25 +29,36 @@ class Eagle(nnx.Module):
         half = (s.width, s.width), ("embed", "rank"), (2 * s.width) ** -0.5
         self.state_norm, self.token_norm = declare("state_norm", *ones), declare("token_norm", *ones)
         self.from_state, self.from_token = declare("from_state", *half), declare("from_token", *half)
+        self.early_norm, self.from_early = declare("early_norm", *ones), declare("from_early", *half)
         # Hugging Face's Llama has no such layer.
         ours = replace(declare, make=lambda spec: declare.make(replace(spec, hf=None)))
         self.layer = Block(s, ours.into("layer"))
         self.norm = declare("norm", *ones)
 
 
+def both_states(x_exit_BSD: jax.Array, x_BSD: jax.Array) -> jax.Array:
+    """What the drafter is told of tokens that the target has seen, [B, S, E]."""
+    return jnp.concatenate([x_exit_BSD, x_BSD], axis=-1)
+
+
+def known_inputs(eagle: Eagle, before_BSE: jax.Array, embedded_BSD: jax.Array) -> jax.Array:
+    """What goes into the layer [B, S, D] of each token that the target has seen: its embedding, and the states that
+    predicted it (zeros before the first)."""
+    early_BSD, last_BSD = jnp.split(before_BSE, 2, axis=-1)
+    early = _part(eagle, early_BSD, eagle.early_norm, eagle.from_early)
+    return eagle_inputs(eagle, last_BSD, embedded_BSD) + early
+
+
 def eagle_inputs(eagle: Eagle, before_BSD: jax.Array, embedded_BSD: jax.Array) -> jax.Array:
-    """What goes into the layer [B, S, D]: of each token its embedding, and the state that predicted it (zeros before
-    the first)."""
+    """The same of each draft: its embedding, and what left the layer before it."""
+    state = _part(eagle, before_BSD, eagle.state_norm, eagle.from_state)
+    return state + _part(eagle, embedded_BSD, eagle.token_norm, eagle.from_token)
+
+
+def _part(eagle: Eagle, x_BSD: jax.Array, norm: jax.Array, weight: jax.Array) -> jax.Array:
     with jax.named_scope("eagle"):
-        eps, dtype = eagle.shape.norm_eps, embedded_BSD.dtype
-        from_state, from_token = (constrain(a.astype(dtype), None, None) for a in (eagle.from_state, eagle.from_token))
-        return constrain(
-            rms_norm(before_BSD, eagle.state_norm, eps) @ from_state
-            + rms_norm(embedded_BSD, eagle.token_norm, eps) @ from_token,
-            "batch",
-            None,
-            None,
-        )
+        product = rms_norm(x_BSD, norm, eagle.shape.norm_eps) @ constrain(weight.astype(x_BSD.dtype), None, None)
+        return constrain(product, "batch", None, None)
 
 
 def eagle_logits(model: Any, eagle: Eagle, y_BSD: jax.Array) -> jax.Array:

@@ -43,7 +43,7 @@ def memory(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh, dtype: np
     if config.speculation.with_eagle:
         own = sum(math.prod(spec.shape) for spec in table(lambda d: Eagle(shape, d)).values())
         one_layer = decoding["cache of all slots"] / shape.layers
-        states = shape.width * config.speculation.slots / rows * positions * dtype.itemsize
+        states = 2 * shape.width * config.speculation.slots / rows * positions * dtype.itemsize
         trained = 4 * own * (2 + MOMENTS[config.speculation.optimizer.name]) / mesh.shape["tensor"]
         eagle["eagle"] = trained + dtype.itemsize * own / mesh.shape["tensor"] + one_layer + states
     phases = [

@@ -50,14 +50,14 @@ def drafter_losses(
 ) -> tuple[jax.Array, Metrics]:
     """(loss, metrics) of the drafters among `params`. `states` are what left the policy's exit layer and its last one,
     `log_probs` its own at the temperature; `b` is a microbatch with `drafters_batch`."""
-    total, metrics, (x_exit_BSD, x_BSD) = jnp.float32(0.0), {}, states
+    total, metrics = jnp.float32(0.0), {}
     if terms.exit_weight:
         metrics["train/exit_loss"], metrics["train/exit_acceptance"] = exit_distillation(
-            params["policy"], params["exit"], x_exit_BSD, log_probs_BSV, terms.temperature, weights_BS
+            params["policy"], params["exit"], states[0], log_probs_BSV, terms.temperature, weights_BS
         )
         total += terms.exit_weight * metrics["train/exit_loss"]
     if terms.chains is not None:
-        metrics |= chain_metrics(params, x_BSD, {**b, **predicting(b)}, terms.chains, terms.temperature)
+        metrics |= chain_metrics(params, states, {**b, **predicting(b)}, terms.chains, terms.temperature)
         total += metrics["train/eagle_loss"]
     return total, metrics
 

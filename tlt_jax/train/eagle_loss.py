@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from tlt_jax.models.attention import causal_attention, mixed_values
-from tlt_jax.models.eagle import Eagle, eagle_inputs, eagle_logits
+from tlt_jax.models.eagle import Eagle, both_states, eagle_inputs, eagle_logits, known_inputs
 from tlt_jax.models.transformer import Transformer, block, cast, logits, look_up, rotary
 from tlt_jax.train.step import Batch
 
@@ -59,13 +59,14 @@ def chain_batch(batch: Batch, weights_ABS: jax.Array, chains: Chains, step: jax.
 
 
 def chain_metrics(
-    params: dict[str, Any], x_BSD: jax.Array, b: Batch, chains: Chains, temperature: float
+    params: dict[str, Any], states: tuple[jax.Array, jax.Array], b: Batch, chains: Chains, temperature: float
 ) -> dict[str, jax.Array]:
-    """`train/eagle_loss`, to be added to the loss of a microbatch with `chain_batch`, and `train/eagle_acceptance`."""
+    """`train/eagle_loss`, to be added to the loss of a microbatch with `chain_batch`, and `train/eagle_acceptance`.
+    `states` are what left the target's exit layer and its last one, each [B, S, D]."""
     batch = b["tokens"], b["segments"], b["positions"]
-    at_PK = places(x_BSD.shape[1], chains, b["eagle_offset"])
+    at_PK = places(states[1].shape[1], chains, b["eagle_offset"])
     loss, acceptance = eagle_loss(
-        params["policy"], params["eagle"], x_BSD, batch, b["eagle_weights"], at_PK, temperature
+        params["policy"], params["eagle"], states, batch, b["eagle_weights"], at_PK, temperature
     )
     return {"train/eagle_loss": loss, "train/eagle_acceptance": acceptance[0]}
 
@@ -73,19 +74,21 @@ def chain_metrics(
 def eagle_loss(
     model: Transformer,
     eagle: Eagle,
-    x_BSD: jax.Array,
+    states: tuple[jax.Array, jax.Array],
     batch: tuple[jax.Array, jax.Array, jax.Array],
     weights_BPK: jax.Array,
     at_PK: jax.Array,
     temperature: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """(loss, acceptance [K] of a chain's first, second, ... draft), weighted sums. `x_BSD`: what left the target's last
-    layer; `batch`: its tokens, segments and positions, each [B, S]. Gradients reach the eagle alone."""
+    """(loss, acceptance [K] of a chain's first, second, ... draft), weighted sums. `states`: what left the target's
+    exit layer and its last one; `batch`: its tokens, segments and positions, each [B, S]. Gradients reach the eagle
+    alone."""
     with jax.named_scope("eagle_loss"):
-        model, x_BSD = jax.lax.stop_gradient((model, x_BSD))
+        model, states = jax.lax.stop_gradient((model, states))
+        x_BSD = states[1]
         at_PK = jnp.minimum(at_PK, x_BSD.shape[1] - 1)
         loss, acceptance = jnp.float32(0.0), []
-        for draft, y_BPD in enumerate(chain_states(model, eagle, x_BSD, *batch, at_PK)):
+        for draft, y_BPD in enumerate(chain_states(model, eagle, states, *batch, at_PK)):
             weights_BP = weights_BPK[..., draft]
             p_log_BPV = jax.nn.log_softmax(logits(model, x_BSD[:, at_PK[:, draft]]) / temperature)
             q_log_BPV = jax.nn.log_softmax(eagle_logits(model, eagle, y_BPD) / temperature)
@@ -108,7 +111,7 @@ def acceptance_loss(p_log_BPV: jax.Array, q_log_BPV: jax.Array) -> tuple[jax.Arr
 def chain_states(
     model: Transformer,
     eagle: Eagle,
-    x_BSD: jax.Array,
+    states: tuple[jax.Array, jax.Array],
     tokens_BS: jax.Array,
     segments_BS: jax.Array,
     positions_BS: jax.Array,
@@ -119,15 +122,16 @@ def chain_states(
     The first goes over the whole sequence, with the target's states. The later ones see of that what lies up to the
     chain's beginning, and the chain's own places before them.
     """
-    s, eagle = eagle.shape, cast(eagle, x_BSD.dtype)
-    embedded_BSD = look_up(model.embedding.astype(x_BSD.dtype), tokens_BS)
+    known_BSE = both_states(*states)
+    s, eagle = eagle.shape, cast(eagle, known_BSE.dtype)
+    embedded_BSD = look_up(model.embedding.astype(known_BSE.dtype), tokens_BS)
     follows_BS = jnp.pad(segments_BS[:, 1:] == segments_BS[:, :-1], ((0, 0), (1, 0)))
-    before_BSD = jnp.where(follows_BS[..., None], jnp.roll(x_BSD, 1, axis=1), 0.0)
+    before_BSE = jnp.where(follows_BS[..., None], jnp.roll(known_BSE, 1, axis=1), 0.0)
 
     def over_all(q, k, v):
         return causal_attention(q, k, v, segments_BS), (k, v)
 
-    inputs_BSD = eagle_inputs(eagle, before_BSD, embedded_BSD)
+    inputs_BSD = known_inputs(eagle, before_BSE, embedded_BSD)
     y_BSD, known = block(eagle.layer, inputs_BSD, rotary(positions_BS, s.head_dim, s.rope_theta), over_all)
     start_P = at_PK[:, 0]
     sees_BPS = segments_BS[:, start_P, None] == segments_BS[:, None, :]

@@ -59,7 +59,7 @@ def next_token_objective(
             main = head_loss(policy, normed(policy, x_BSD), b["targets"], b["weights"], loss_chunk)
         total, metrics = main, {"train/main_loss": main}
         if chains is not None:
-            metrics |= chain_metrics(params, x_BSD, b, chains, 1.0)
+            metrics |= chain_metrics(params, (x_exit_BSD, x_BSD), b, chains, 1.0)
             total += metrics["train/eagle_loss"]
         if exit_weight == 0:
             return total, metrics
