@@ -13,6 +13,8 @@ from support import tiny
 
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import load_config
+from tlt_jax.decode.loop import empty_slots
+from tlt_jax.decode.propose import Rules
 from tlt_jax.models.declare import flatten
 from tlt_jax.stages import insight
 from tlt_jax.stages.align import PPO
@@ -169,3 +171,17 @@ def test_the_plan_counts_as_many_copies(folder, stages, frozen, kept):
     assert planned["weights, gradients and optimiser"] == kept * whole
     assert planned["frozen models"] == frozen * whole
     assert planned["decode view"] == whole + 4 * shape.vocab * shape.width  # the head of a tied model is its own there
+
+
+def test_the_plan_counts_what_eagle_keeps(folder):
+    """Weights, gradients and two moments, the view's weights, and of each slot its cache and the target's states."""
+    eagle = ["speculation.drafter=eagle", "speculation.optimizer.name=adamw"]
+    shape, float32, settings = tiny.SHAPE, np.dtype("float32"), config(folder, "plan", *eagle)
+    tasks = settings.data.tasks
+    length = tasks.max_prompt_tokens + tasks.max_completion_tokens
+    slots = jax.eval_shape(
+        lambda: empty_slots(shape, settings.speculation.slots, length, 1, Rules(), float32, with_eagle=True)
+    )
+    kept = sum(array.size for array in jax.tree.leaves((slots.states_BTE, slots.eagle.layers)))
+    weights = sum(array.size for array in jax.tree.leaves(abstract_models(shape, tiny.mesh(), True).eagle))
+    assert memory(settings, shape, tiny.mesh(), float32)["eagle"] == 4 * (kept + 5 * weights)

@@ -26,10 +26,10 @@ class Eagle(nnx.Module):
     def __init__(self, s: ModelShape, declare: Declare):
         self.shape = s
         ones = (s.width,), ("embed",), "ones"
-        half = (s.width, s.width), ("embed", "rank"), (2 * s.width) ** -0.5
+        part = (s.width, s.width), ("embed", "rank"), (2 * s.width) ** -0.5
         self.state_norm, self.token_norm = declare("state_norm", *ones), declare("token_norm", *ones)
-        self.from_state, self.from_token = declare("from_state", *half), declare("from_token", *half)
-        self.early_norm, self.from_early = declare("early_norm", *ones), declare("from_early", *half)
+        self.from_state, self.from_token = declare("from_state", *part), declare("from_token", *part)
+        self.early_norm, self.from_early = declare("early_norm", *ones), declare("from_early", *part)
         # Hugging Face's Llama has no such layer.
         ours = replace(declare, make=lambda spec: declare.make(replace(spec, hf=None)))
         self.layer = Block(s, ours.into("layer"))
@@ -45,19 +45,19 @@ def known_inputs(eagle: Eagle, before_BSE: jax.Array, embedded_BSD: jax.Array) -
     """What goes into the layer [B, S, D] of each token that the target has seen: its embedding, and the states that
     predicted it (zeros before the first)."""
     early_BSD, last_BSD = jnp.split(before_BSE, 2, axis=-1)
-    early = _part(eagle, early_BSD, eagle.early_norm, eagle.from_early)
-    return eagle_inputs(eagle, last_BSD, embedded_BSD) + early
+    return eagle_inputs(eagle, last_BSD, embedded_BSD) + _part(eagle, early_BSD, eagle.early_norm, eagle.from_early)
 
 
 def eagle_inputs(eagle: Eagle, before_BSD: jax.Array, embedded_BSD: jax.Array) -> jax.Array:
-    """The same of each draft: its embedding, and what left the layer before it."""
+    """What goes into the layer [B, S, D] of each draft: its embedding, and what left the layer before it."""
     state = _part(eagle, before_BSD, eagle.state_norm, eagle.from_state)
     return state + _part(eagle, embedded_BSD, eagle.token_norm, eagle.from_token)
 
 
 def _part(eagle: Eagle, x_BSD: jax.Array, norm: jax.Array, weight: jax.Array) -> jax.Array:
+    """One of the parts whose sum goes into the layer."""
     with jax.named_scope("eagle"):
-        product = rms_norm(x_BSD, norm, eagle.shape.norm_eps) @ constrain(weight.astype(x_BSD.dtype), None, None)
+        product = rms_norm(x_BSD, norm, eagle.shape.norm_eps) @ constrain(weight, None, None)
         return constrain(product, "batch", None, None)
 
 
