@@ -5,7 +5,6 @@
 Completions' lengths are log-normal, the longest 20 times the median. A static batch takes as many requests as there
 are slots, and the next batch begins when its longest is done; the queue's pool is refilled, and shrinks as it empties.
 The variants take turns; each ratio is the geometric mean over the rounds, with a 95 % interval of paired differences.
-Rounds in which the controller still tries out what there is are not counted.
 """
 
 import argparse
@@ -27,7 +26,6 @@ from tlt_jax.decode.sampling import Draws
 from tlt_jax.models.decode_view import DecodeView
 
 MEDIAN, TAIL = 9, 20  # tokens; the longest, in medians
-WARM = 30  # rounds after which is counted what there is
 
 
 def main() -> None:
@@ -50,10 +48,7 @@ def main() -> None:
     for name, engine in engines.items():
         engine.warm_up(views[name])
     speeds: dict[str, list[float]] = {name: [] for name in engines}
-    automatic, round = engines["slots, auto"].controller, 0
-    while len(speeds["slots"]) < options.rounds:
-        # The first is not counted, nor are those in which the controller still tries all that there is.
-        counted = round > 0 and (_tried(automatic, engines["slots, auto"].sizes) or round > WARM)
+    for round in range(options.rounds + 1):  # the first is not counted: pages and caches get warm, drafts are seen
         requests = [
             Request(prompt, int(length), 1_000_000 * round + i, options.temperature)
             for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
@@ -64,9 +59,8 @@ def main() -> None:
             )
             start = time.perf_counter()
             run(engine, views[name], requests)
-            if counted:
+            if round:
                 speeds[name].append(lengths.sum() / (time.perf_counter() - start))
-        round += 1
     values = {name: {"tokens_per_second": statistics.median(found)} for name, found in speeds.items()}
     ratios = {
         "slots to static batches": paired(speeds["slots"], speeds["static batches"]),
@@ -79,12 +73,6 @@ def main() -> None:
         print(f"{name:28}{row['ratio']:6.2f} ({row['low']:.2f} to {row['high']:.2f})")
     machine = f"{jax.device_count()} x {jax.devices()[0].device_kind}, {platform.machine()}"
     report("tails", machine, ("jax", "jaxlib", "flax", "numpy"), values, ratios, options.json)
-
-
-def _tried(controller: CostTable, sizes: Sequence[int]) -> bool:
-    """Whether the controller has tried each choice at each size of the pool."""
-    keys = [(size, choice) for size in sizes for choice in controller.choices]
-    return all(len(controller.seen.seconds.get(key, ())) >= controller.TRIES for key in keys)
 
 
 def _lengths(count: int) -> np.ndarray:

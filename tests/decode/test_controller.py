@@ -23,8 +23,9 @@ def play(controller, cost, blocks: int, size: int = 8, seed: int = 0, kept=KEPT)
         choice = controller.choose(size)
         chosen.append(choice)
         rounds, calls = 4, 4 * size
-        chance = kept[choice.drafter] ** np.arange(1, choice.draft_length + 1)
-        accepted = random.binomial(calls, chance)
+        accepted, standing = np.zeros(choice.draft_length, int), calls
+        for draft in range(choice.draft_length):
+            accepted[draft] = standing = random.binomial(standing, kept[choice.drafter])
         seconds = rounds * cost(size, choice) * random.uniform(0.97, 1.03)
         emitted = int(calls + accepted.sum())
         offered = np.full(choice.draft_length, calls)

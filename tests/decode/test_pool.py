@@ -11,7 +11,7 @@ import pytest
 from support import tiny
 
 from tlt_jax.decode import loop
-from tlt_jax.decode.controller import Fixed
+from tlt_jax.decode.controller import Controller, CostTable, Fixed, choices_of
 from tlt_jax.decode.engine import Engine, Request, _pool_sizes, first_stop
 from tlt_jax.decode.propose import OFF, Choice, Rules
 
@@ -27,7 +27,9 @@ def text(tokens) -> str:
 SHALLOW = Choice("shallow", 3)
 
 
-def engine(choice: Choice = SHALLOW, slots: int = 16, sizes: int = 3, **rules) -> Engine:
+def engine(
+    choice: Choice = SHALLOW, slots: int = 16, sizes: int = 3, controller: Controller | None = None, **rules
+) -> Engine:
     return Engine(
         SHAPE,
         tiny.mesh(),
@@ -35,7 +37,7 @@ def engine(choice: Choice = SHALLOW, slots: int = 16, sizes: int = 3, **rules) -
         max_prompt=MAX_PROMPT,
         max_new=MAX_NEW,
         eos=[NO_END],
-        controller=Fixed(choice),
+        controller=controller or Fixed(choice),
         dtype=jnp.float32,
         rules=Rules(ngram_min=1, **rules),
         block_verifies=2,
@@ -131,6 +133,22 @@ def test_nothing_is_compiled_after_the_warm_up(drafter):
         e.run(view, requests(1 + 7 * step % 45, seed=step))
     active = False
     assert compiled == []
+
+
+def test_the_warm_up_tells_a_controller_what_the_rounds_of_each_choice_take():
+    choices = choices_of(["shallow", "ngram"], [1, 3])
+    e = engine(controller=CostTable(choices))
+    seen = e.controller.seen
+    view = e.view(MODEL, EXIT)
+    e.warm_up(view)
+    expected = {(size, choice) for size in e.sizes for choice in choices}
+    assert set(seen.seconds) == expected and seen.blocks == 0
+    assert all(len(times) >= seen.KNOWN and min(times) > 0 for times in seen.seconds.values())
+    # Nothing is tried for its time any more: what is chosen first could be the best.
+    fastest = max(choices, key=lambda c: (1 + c.draft_length) / seen.round_seconds((e.sizes[0], c)))
+    assert e.controller.choose(e.sizes[0]) == fastest
+    rollout = e.run(view, requests(20))
+    assert rollout.completion_length_B.sum() > 0 and seen.blocks > 0
 
 
 @pytest.mark.parametrize("drafter", ["shallow", "ngram", "off"])

@@ -4,6 +4,7 @@ A controller sees what every block did and how long it took. `Fixed` has one cho
 the most tokens per second at each size of the pool, `off` included.
 """
 
+import statistics
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,6 +31,10 @@ class Controller(ABC):
         """Takes what a block did."""
         self.seen.add(block)
 
+    def time(self, size: int, choice: Choice, seconds: float) -> None:
+        """Takes what a round of the choice was measured to take in a pool of `size` slots, before any was needed."""
+        self.seen.time((size, choice), seconds)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, from which `load` goes on."""
         return {"seen": self.seen.to_dict()}
@@ -51,22 +56,23 @@ class Fixed(Controller):
 
 
 class CostTable(Controller):
-    """Each choice is tried `TRIES` times at each size, since the first time of a program can be four times as slow as
-    those after it, and the median is what counts. From then on the one is taken with the most expected tokens a
-    second, from the measured cost of its rounds and the drafts that were kept by position. A drafter that was hardly
-    seen is taken for a good one, so that one poor block does not put it aside. Now and then the choice that was not
-    measured for longest is measured again."""
+    """The choice with the most expected tokens a second, from the measured cost of its rounds and the drafts that were
+    kept by position. The engine measures the costs at the start (`Engine.warm_up`); a choice without is tried first,
+    `Seen.KNOWN` times, since the first time of a program can be four times as slow as those after it.
 
-    TRIES = 3
+    Of the drafts, the best case is believed (an upper confidence bound, Auer et al. 2002), so that a drafter is tried
+    until it is known well enough, and not at all if it could not be the best with all drafts kept. Now and then a
+    choice that could be is taken again, the one that was not for longest."""
+
+    DOUBT = 1.0  # standard errors above what was seen of the drafts that were kept
     AGAIN = 64  # blocks between two looks at a choice that is not the best
-    HOPE = 64.0  # rounds of a sequence that a drafter is hoped to be good for, beside those that were seen
 
     def choose(self, size: int) -> Choice:
         keys = [(size, choice) for choice in self.choices]
         for key in keys:
-            if len(self.seen.seconds.get(key, ())) < self.TRIES:
+            if len(self.seen.seconds.get(key, ())) < self.seen.KNOWN:
                 return key[1]
-        best = max(keys, key=lambda key: self.seen.speed(key, self.HOPE))
+        best = max(keys, key=lambda key: self.seen.speed(key, self.DOUBT))
         if self.seen.blocks % self.AGAIN == self.AGAIN - 1:
             # What is slow by far even if all its drafts stood is not worth the look.
             hopeful = [k for k in keys if (1 + k[1].draft_length) / self.seen.round_seconds(k) > self.seen.speed(best)]
@@ -91,7 +97,7 @@ class Bandit(Controller):
                 return choice
         if self._random.random() < self.EPSILON:
             return self.choices[self._random.integers(len(self.choices))]
-        return max(self.choices, key=lambda choice: float(np.median(self._rewards[size, choice])))
+        return max(self.choices, key=lambda choice: statistics.median(self._rewards[size, choice]))
 
     def observe(self, block: Block) -> None:
         self.seen.add(block)

@@ -31,7 +31,7 @@ from tlt_jax.decode.loop import (
 from tlt_jax.decode.propose import Choice, Rules
 from tlt_jax.decode.rollout import Rollout
 from tlt_jax.decode.sampling import SamplingParams
-from tlt_jax.decode.seen import Block
+from tlt_jax.decode.seen import Block, Seen
 from tlt_jax.models.decode_view import DecodeView, decode_view, view_shardings
 from tlt_jax.models.eagle import Eagle
 from tlt_jax.models.heads import ShallowExit
@@ -42,6 +42,7 @@ from tlt_jax.parallel.sharding import abstract, batch_sharding, replicated
 
 PLAIN = Rules()
 SHRINK = 4  # how many times smaller the next pool is
+TIMED = 0.01  # seconds that rounds should take to be timed
 LONG = 4  # how many times as many rounds a block may go on for, where nobody waits for what it has finished
 
 
@@ -81,8 +82,8 @@ class Engine:
 
     Its compiled programs depend on the sizes given here alone: a pool of `slots`, a quarter of it, and so on (`sizes`
     of them); for each, one block for each of the controller's choices, one prefill for each size that it can take in,
-    and the way to the next size. `warm_up` compiles them all. `text` decodes tokens, for requests with `stop`. `led`
-    gives every process the number of a choice that the first process has passed to it.
+    and the way to the next size. `warm_up` compiles them all, and times the blocks. `text` decodes tokens, for requests
+    with `stop`. `led` gives every process the number of a choice that the first process has passed to it.
     """
 
     def __init__(
@@ -168,7 +169,8 @@ class Engine:
         return self.slots - self.active
 
     def warm_up(self, view: DecodeView) -> int:
-        """Compiles every program that this engine will ever run; returns how many. The pool must be empty."""
+        """Compiles every program that this engine will ever run; returns how many. Where there is a choice, the
+        controller is told what the rounds of each take. The pool must be empty."""
         assert not self.active
         count = 0
         with jax.set_mesh(self.mesh):
@@ -182,7 +184,31 @@ class Engine:
                     self._resized(state, np.arange(other, dtype=np.int32))
                     count += 1
                 count += 1 + len(self.sizes[number:]) + len(self.blocks)
+                del state
+                if len(self.blocks) > 1:
+                    self._measure(view, size)
         return count
+
+    def _measure(self, view: DecodeView, size: int) -> None:
+        """Times each choice's rounds on made-up sequences, in turns, so that what else the machine does hits all alike.
+        A first turn says how many rounds are long enough to be timed."""
+        made_up = Request(np.zeros(1, np.int32), self.max_new, 0, float(self.rules.draws != "greedy"), ends=())
+        admission = self._admission(size, size, [(slot, made_up) for slot in range(size)])
+        state = self._prefill(view, self._empty(size), put(admission, self._row))
+        rounds = dict.fromkeys(self.blocks, 1)
+        for turn in range(1 + Seen.KNOWN):
+            for choice, block in self.blocks.items():
+                jax.block_until_ready(state)
+                start, most = time.perf_counter(), np.int32(rounds[choice])
+                state, stats = block(view, state, Patience(most, most, np.int32(0)))
+                done, stats = to_host((state.done_B, stats))
+                seconds = time.perf_counter() - start
+                if turn == 0:
+                    rounds[choice] = self._led(min(max(int(TIMED / seconds), 1), self._verifies))
+                else:
+                    self.controller.time(size, choice, seconds / int(stats.rounds))
+                if done.any():
+                    state = self._prefill(view, state, put(admission, self._row))
 
     def admit(self, view: DecodeView, requests: Sequence[tuple[int, Request]]) -> None:
         """Puts (id, request) pairs into free slots, of a larger pool where they are too many for this one. Raises
@@ -222,9 +248,7 @@ class Engine:
             done = np.isin(np.arange(len(done)), list(stopped)) | done
             self._state = replace(self._state, done_B=put(done, self._row))
         finished = [slot for slot, owner in enumerate(self._owner) if owner is not None and done[slot]]
-        if not finished:
-            return {}
-        host = to_host({name: getattr(self._state, name) for name in _FIELDS})
+        host = to_host({name: getattr(self._state, name) for name in _FIELDS}) if finished else {}
         results = {}
         for slot in finished:
             owner = self._owner[slot]

@@ -1,5 +1,6 @@
 """What blocks of draft and verify were seen to do: their times, and how many of the drafts were kept."""
 
+import statistics
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
@@ -23,21 +24,40 @@ class Block:
 
 
 class Seen:
-    """What was measured: seconds a round of each size and choice; by drafter and position, how often drafts were asked
-    for, offered and kept; how often each was chosen."""
+    """What was measured: seconds a round of each size and choice; by drafter and position, in how many rounds a draft
+    was asked for there and those before it stood (`reached`), how often there was one, and how often it was kept; how
+    often each was chosen.
+
+    The machine's pace changes while others use it too. What is run often would look slow then beside what was measured
+    before; so times are kept in units of `pace`, which follows what is run.
+    """
 
     RECENT = 32  # blocks whose median is a round's time
+    KNOWN = 3  # times after which a round's is known well enough to tell the machine's pace from
+    FOLLOW = 0.1  # how much of the latest block's pace is taken over
     HALF = 20_000.0  # rounds of a sequence after which what was seen counts half
+    ALIKE = 8.0  # rounds of one sequence, much alike, that tell as much as one of each of many
     GOOD = 0.9  # the chance with which a good drafter's draft is kept
 
     def __init__(self) -> None:
-        self.seconds: dict[Key, deque[float]] = {}
-        self.asked: dict[str, np.ndarray] = {}
+        self.seconds: dict[Key, deque[float]] = {}  # in units of the pace
+        self.pace = 1.0
+        self.reached: dict[str, np.ndarray] = {}
         self.offered: dict[str, np.ndarray] = {}
         self.kept: dict[str, np.ndarray] = {}
         self.chosen: Counter[Key] = Counter()
-        self.last: dict[Key, int] = {}
+        self.last: Counter[Key] = Counter()
         self.blocks = 0
+        self._median: dict[Key, float] = {}
+        self._tokens: dict[tuple[str, float], list[float]] = {}
+
+    def time(self, key: Key, seconds: float) -> None:
+        """Takes what a round was measured to take."""
+        times = self.seconds.setdefault(key, deque(maxlen=self.RECENT))
+        if len(times) >= self.KNOWN:
+            self.pace *= min(max(seconds / self.round_seconds(key), 0.5), 2.0) ** self.FOLLOW
+        times.append(seconds / self.pace)
+        self._median[key] = statistics.median(times)
 
     def add(self, block: Block) -> None:
         stats, key = block.stats, (block.size, block.choice)
@@ -46,38 +66,48 @@ class Seen:
         self.blocks += 1
         self.last[key] = self.blocks
         self.chosen[key] += int(stats.rounds)
-        self.seconds.setdefault(key, deque(maxlen=self.RECENT)).append(block.seconds / int(stats.rounds))
+        self.time(key, block.seconds / int(stats.rounds))
         name, length, fade = block.choice.drafter, block.choice.draft_length, 0.5 ** (int(stats.calls) / self.HALF)
-        asked = np.full(length, float(stats.calls))
-        for store, new in ((self.asked, asked), (self.offered, stats.offered_G), (self.kept, stats.kept_G)):
+        reached = np.array([stats.calls, *stats.kept_G][:length], float)
+        for store, new in ((self.reached, reached), (self.offered, stats.offered_G), (self.kept, stats.kept_G)):
             store[name] = fade * _wide(store.get(name), length)
             store[name][:length] += new
+        self._tokens = {key: found for key, found in self._tokens.items() if key[0] != name}
 
     def round_seconds(self, key: Key) -> float:
-        return float(np.median(self.seconds[key]))
+        return self.pace * self._median[key]
 
-    def tokens(self, choice: Choice, hope: float = 0.0) -> float:
+    def tokens(self, choice: Choice, doubt: float = 0.0) -> float:
         """Expected tokens of a sequence's round: 1 and the chances that the first, second, ... draft is kept."""
-        return 1.0 + float(self.survival(choice, hope).sum())
+        known = self._tokens.get((choice.drafter, doubt), ())
+        if choice.draft_length >= len(known):
+            width = max(choice.draft_length, len(self.reached.get(choice.drafter, ())))
+            survival = self.survival(Choice(choice.drafter, width), doubt)
+            known = self._tokens[choice.drafter, doubt] = [1.0, *(1.0 + np.cumsum(survival)).tolist()]
+        return known[choice.draft_length]
 
-    def survival(self, choice: Choice, hope: float = 0.0) -> np.ndarray:
-        """How likely a first, second, ... draft of the choice is there and kept, with those before it. `hope`: as many
-        rounds are added in which drafts were kept as a good drafter's are."""
+    def survival(self, choice: Choice, doubt: float = 0.0) -> np.ndarray:
+        """How likely a first, second, ... draft of the choice is there and kept, with those before it: the product of
+        their chances where those before it are, of which shorter drafts tell, too. With `doubt`, in the best case: so
+        many standard errors above, where one draft is added that was as a good drafter's."""
         name, length = choice.drafter, choice.draft_length
-        asked, kept = (_wide(store.get(name), length)[:length] for store in (self.asked, self.kept))
-        good = self.GOOD ** np.arange(1, length + 1)
-        return (kept + hope * good) / np.maximum(asked + hope, 1.0)
+        reached, kept = (_wide(store.get(name), length)[:length] for store in (self.reached, self.kept))
+        if not doubt:
+            return np.cumprod(kept / np.maximum(reached, 1.0))
+        number = reached / self.ALIKE + 1.0
+        share = (kept / self.ALIKE + self.GOOD) / number
+        return np.cumprod(np.minimum(share + doubt * np.sqrt(share * (1.0 - share) / number), 1.0))
 
     def acceptance(self, drafter: str) -> np.ndarray:
         """The share of the drafter's first, second, ... drafts that was kept."""
         return self.kept.get(drafter, np.zeros(0)) / np.maximum(self.offered.get(drafter, np.zeros(0)), 1.0)
 
-    def speed(self, key: Key, hope: float = 0.0) -> float:
+    def speed(self, key: Key, doubt: float = 0.0) -> float:
         """Expected tokens a second of one sequence, other things equal; what is not measured has none."""
-        return self.tokens(key[1], hope) / self.round_seconds(key) if key in self.seconds else 0.0
+        return self.tokens(key[1], doubt) / self.round_seconds(key) if key in self.seconds else 0.0
 
     def table(self) -> list[dict[str, Any]]:
-        rounds = sum(self.chosen.values())
+        rounds = max(sum(self.chosen.values()), 1)
         return [
             {
                 **named((size, choice)),
@@ -93,22 +123,24 @@ class Seen:
         """Plain JSON values, from which `load` goes on."""
         return {
             "blocks": self.blocks,
+            "pace": self.pace,
             "keys": [
                 {**named(key), "seconds": list(times), "chosen": self.chosen[key], "last": self.last[key]}
                 for key, times in self.seconds.items()
             ],
             "drafts": {
-                name: {part: getattr(self, part)[name].tolist() for part in ("asked", "offered", "kept")}
-                for name in self.asked
+                name: {part: getattr(self, part)[name].tolist() for part in ("reached", "offered", "kept")}
+                for name in self.reached
             },
         }
 
     def load(self, found: dict[str, Any]) -> None:
         """Takes what `to_dict` gave."""
-        self.blocks = found["blocks"]
+        self.blocks, self.pace = found["blocks"], found["pace"]
         for entry in found["keys"]:
             key = key_of(entry)
             self.seconds[key] = deque(entry["seconds"], maxlen=self.RECENT)
+            self._median[key] = statistics.median(self.seconds[key])
             self.chosen[key], self.last[key] = entry["chosen"], entry["last"]
         for name, parts in found["drafts"].items():
             for part, values in parts.items():
