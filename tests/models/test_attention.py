@@ -84,4 +84,6 @@ def test_a_block_of_decoding_gives_what_training_gives():
     whole = causal_attention(q, k, v, jnp.ones_like(segments))
     positions = jnp.arange(66, 70)
     mask = jnp.broadcast_to(jnp.arange(70) <= positions[:, None], (2, 1, 4, 70))
-    np.testing.assert_allclose(mixed_values(q[:, 66:], k, v, mask), whole[:, 66:], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        mixed_values(q[:, 66:], k.swapaxes(1, 2), v.swapaxes(1, 2), mask), whole[:, 66:], rtol=1e-5, atol=1e-6
+    )

@@ -27,7 +27,7 @@ LOCAL = {
         "layers/attention/out": [32, 8, 128, 4096],
         "layers/mlp/gate": [32, 4096, 3584],
         "layers/mlp/down": [32, 3584, 4096],
-        "cache": [64, 2048, 2, 128],
+        "cache": [64, 2, 2048, 128],
     },
     "a100_8x8": {  # an eighth over fsdp: the width; the cache over all 64
         "embedding": [32768, 512],
@@ -38,7 +38,7 @@ LOCAL = {
         "layers/attention/out": [32, 32, 128, 512],
         "layers/mlp/gate": [32, 512, 14336],
         "layers/mlp/down": [32, 14336, 512],
-        "cache": [8, 2048, 8, 128],
+        "cache": [8, 8, 2048, 128],
     },
     "tpu_v5p_32": {  # a sixteenth over fsdp
         "embedding": [32768, 256],
@@ -49,7 +49,7 @@ LOCAL = {
         "layers/attention/out": [32, 32, 128, 256],
         "layers/mlp/gate": [32, 256, 14336],
         "layers/mlp/down": [32, 14336, 256],
-        "cache": [16, 2048, 8, 128],
+        "cache": [16, 8, 2048, 128],
     },
 }
 

@@ -58,16 +58,18 @@ def decoding(config: Config, mesh: Mesh, vocab: int) -> dict[str, Any]:
     )
     of = config.pretrain.optimizer
     models = (Role(build(shape), of).abstract() for build in (transformer, shallow_exit))
-    view = jax.eval_shape(lambda model, exit: decode_view(model, exit, None, dtype), *models)
+    view = jax.eval_shape(
+        lambda model, exit: decode_view(model, exit, None, dtype, engine.max_prompt + engine.max_new), *models
+    )
     compiled = engine.lower_block(abstract(view, view_shardings(shape, mesh))).compile()
     slots = compiled.input_shardings[0][1]
     global_shape = (
         engine.slots,
-        limits.max_prompt_tokens + limits.max_completion_tokens,
         shape.kv_heads,
+        limits.max_prompt_tokens + limits.max_completion_tokens,
         shape.head_dim,
     )
-    cache = [list(layer.key_BTKN.shard_shape(global_shape)) for layer in slots.cache]
+    cache = [list(layer.key_BKTN.shard_shape(global_shape)) for layer in slots.cache]
     return {**described(compiled), "cache": cache}
 
 

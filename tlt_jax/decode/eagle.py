@@ -29,7 +29,7 @@ def propose_eagle(view: DecodeView, context: Context, choice: Choice, rules: Rul
         layers, y_B1D, token_B = carry
         offset, noise_B = inputs
         x_B1D = eagle_inputs(eagle, y_B1D, embed(view, token_B[:, None]))
-        y_B1D, layers = decode_layers((eagle.layer,), layers, x_B1D, context.length_B[:, None] + offset)
+        y_B1D, layers = decode_layers(view, (eagle.layer,), layers, x_B1D, context.length_B[:, None] + offset)
         token_B, q_BV = draw(y_B1D, noise_B)
         return (layers, y_B1D, token_B), (token_B, q_BV)
 
@@ -50,7 +50,7 @@ def feed_known(view: DecodeView, context: Context, cache: DraftCache, count: int
     before_BWE = jnp.take_along_axis(context.states_BTE, jnp.maximum(place_BW - 1, 0)[..., None], axis=1, mode="clip")
     before_BWE = jnp.where(place_BW[..., None] > 0, before_BWE, 0.0)
     x_BWD = known_inputs(view.eagle, before_BWE, embed(view, tokens_BW))
-    return decode_layers((view.eagle.layer,), cache.layers, x_BWD, place_BW)
+    return decode_layers(view, (view.eagle.layer,), cache.layers, x_BWD, place_BW)
 
 
 def caught_up(view: DecodeView, context: Context, done_B: jax.Array, count: int) -> DraftCache:

@@ -116,7 +116,10 @@ class Engine:
         drafters = {choice.drafter for choice in controller.choices}
         self._with_eagle = with_eagle = "eagle" in drafters
         self._slots_lie = slots_lie = slot_shardings(shape, mesh, with_eagle)
-        self._view = jax.jit(partial(decode_view, dtype=dtype), out_shardings=view_shardings(shape, mesh, with_eagle))
+        self._view = jax.jit(
+            partial(decode_view, dtype=dtype, length=max_prompt + max_new),
+            out_shardings=view_shardings(shape, mesh, with_eagle),
+        )
         self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=slots_lie)
         self._resized = jax.jit(resized, out_shardings=slots_lie)
         self.blocks = {

@@ -20,7 +20,16 @@ from tlt_jax.decode.eagle import caught_up
 from tlt_jax.decode.propose import Choice, Context, DraftCache, Proposal, Rules, Sources
 from tlt_jax.decode.sampling import Policy, SamplingParams, likeliest, policy_of, sampling_probs
 from tlt_jax.decode.verify import VERIFIERS, verify_own
-from tlt_jax.models.decode_view import Cache, DecodeView, cache_shardings, decode_layers, embed, empty_cache, write_rows
+from tlt_jax.models.decode_view import (
+    Cache,
+    DecodeView,
+    LayerCache,
+    cache_shardings,
+    decode_layers,
+    embed,
+    empty_cache,
+    write_rows,
+)
 from tlt_jax.models.eagle import both_states, known_inputs
 from tlt_jax.models.transformer import ModelShape, logits
 from tlt_jax.parallel.sharding import batch_sharding
@@ -151,14 +160,23 @@ def prefill(view: DecodeView, slots: Slots, new: Admission) -> Slots:
     def put_start(old_BT: jax.Array, fresh_AP: jax.Array) -> jax.Array:
         return old_BT.at[new.slot_A, :prompt].set(fresh_AP, mode="drop")
 
+    def put_layer(old: LayerCache, fresh: LayerCache) -> LayerCache:
+        return LayerCache(
+            old.key_BKNT.at[new.slot_A, ..., :prompt].set(fresh.key_BKNT, mode="drop"),
+            old.value_BKTN.at[new.slot_A, :, :prompt].set(fresh.value_BKTN, mode="drop"),
+        )
+
+    def put_cache(old: Cache, fresh: Cache) -> Cache:
+        return tuple(map(put_layer, old, fresh))
+
     eagle = slots.eagle
     if eagle is not None and view.eagle is not None:
         before_APE = jnp.pad(states_APE, ((0, 0), (1, 0), (0, 0)))[:, :-1]
         layers = empty_cache(view.shape, rows, prompt, view.embedding.dtype)[:1]
         x_eagle_APD = known_inputs(view.eagle, before_APE, embedded_APD)
-        _, layers = decode_layers((view.eagle.layer,), layers, x_eagle_APD, positions_AP)
+        _, layers = decode_layers(view, (view.eagle.layer,), layers, x_eagle_APD, positions_AP)
         # The newest token is fed again: what leaves the layer there is what drafting begins with.
-        eagle = DraftCache(jax.tree.map(put_start, eagle.layers, layers), put(eagle.fed_B, new.length_A - 1))
+        eagle = DraftCache(put_cache(eagle.layers, layers), put(eagle.fed_B, new.length_A - 1))
     return Slots(
         tokens_BT=put_start(put(slots.tokens_BT, 0), new.tokens_AP),
         length_B=put(slots.length_B, new.length_A),
@@ -174,7 +192,7 @@ def prefill(view: DecodeView, slots: Slots, new: Admission) -> Slots:
         drafted_B=put(slots.drafted_B, 0),
         accepted_B=put(slots.accepted_B, 0),
         sources=slots.sources,
-        cache=jax.tree.map(put_start, slots.cache, cache),
+        cache=put_cache(slots.cache, cache),
         states_BTE=None if slots.states_BTE is None else put_start(slots.states_BTE, states_APE),
         eagle=eagle,
     )
@@ -247,8 +265,8 @@ def run_target(
     have gone through `depth` layers: none, or up to the exit."""
     exit = view.shape.exit_layer
     assert depth in (0, exit)
-    x_exit_BWD, early = decode_layers(view.layers[depth:exit], cache[depth:exit], x_BWD, positions_BW)
-    x_BWD, late = decode_layers(view.layers[exit:], cache[exit:], x_exit_BWD, positions_BW)
+    x_exit_BWD, early = decode_layers(view, view.layers[depth:exit], cache[depth:exit], x_BWD, positions_BW)
+    x_BWD, late = decode_layers(view, view.layers[exit:], cache[exit:], x_exit_BWD, positions_BW)
     return both_states(x_exit_BWD, x_BWD), x_BWD, (*cache[:depth], *early, *late)
 
 

@@ -24,7 +24,7 @@ def propose_shallow(view: DecodeView, context: Context, choice: Choice, rules: R
     early, late = view.layers[:depth], context.cache[depth:]
 
     def feed(cache: Cache, token_B1: jax.Array, offset: Any) -> tuple[jax.Array, Cache]:
-        return decode_layers(early, cache, embed(view, token_B1), context.length_B[:, None] - 1 + offset)
+        return decode_layers(view, early, cache, embed(view, token_B1), context.length_B[:, None] - 1 + offset)
 
     def draft(carry, inputs):
         cache, token_B1 = carry

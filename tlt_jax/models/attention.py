@@ -17,10 +17,12 @@ SMALLEST_BLOCK, MOST_BLOCKS = 64, 8
 HIDDEN = -1e30  # the score of what the mask hides: finite, so that no gradient is NaN
 
 
-def mixed_values(q_BSHN: jax.Array, k_BTKN: jax.Array, v_BTKN: jax.Array, mask_B1ST: jax.Array) -> jax.Array:
-    """What each query reads, [B, S, H, N], where the mask is true; each query has a key that it sees."""
-    q_BKGSN, k_BKTN, v_BKTN = _heads_first(q_BSHN, k_BTKN.shape[2]), k_BTKN.swapaxes(1, 2), v_BTKN.swapaxes(1, 2)
-    return _heads_last(_one_block(q_BKGSN, k_BKTN, v_BKTN, mask_B1ST)[0])
+def mixed_values(q_BSHN: jax.Array, k_BKNT: jax.Array, v_BKTN: jax.Array, mask_B1ST: jax.Array) -> jax.Array:
+    """What each query reads, [B, S, H, N], where the mask is true; each query has a key that it sees. Keys and values
+    come laid out for the products, as caches keep them: on a CPU, XLA would turn all of them round, each time."""
+    products_BKGST = _product("bkgsn,bknt->bkgst", _heads_first(q_BSHN, k_BKNT.shape[1]), k_BKNT)
+    scores_BKGST = _scores(products_BKGST, q_BSHN.shape[-1], mask_B1ST)
+    return _heads_last(_one_block(scores_BKGST, v_BKTN)[0])
 
 
 @jax.custom_vjp
@@ -32,7 +34,10 @@ def causal_attention(q_BSHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, se
 def _forward(q_BSHN, k_BSKN, v_BSKN, segments_BS):
     q_BKGSN, k_BKSN, v_BKSN = _heads_first(q_BSHN, k_BSKN.shape[2]), k_BSKN.swapaxes(1, 2), v_BSKN.swapaxes(1, 2)
     blocks = [
-        _one_block(q_BKGSN[..., start:end, :], k_BKSN[:, :, :end], v_BKSN[:, :, :end], _mask(segments_BS, start, end))
+        _one_block(
+            _all_scores(q_BKGSN[..., start:end, :], k_BKSN[:, :, :end], _mask(segments_BS, start, end)),
+            v_BKSN[:, :, :end],
+        )
         for start, end in _blocks(q_BSHN.shape[1])
     ]
     mixed_BKGSN = checkpoint_name(jnp.concatenate([mixed for mixed, _ in blocks], axis=3), KEPT)
@@ -51,7 +56,7 @@ def _backward(kept, d_BSHN):
     for (start, end), log_sum_BKGS1 in zip(_blocks(d_BSHN.shape[1]), log_sums, strict=True):
         q, d, along = (a[..., start:end, :] for a in (q_BKGSN, d_BKGSN, along_BKGS1))
         k, v = k_BKSN[:, :, :end], v_BKSN[:, :, :end]
-        p_BKGST = jnp.exp(_scores(q, k, _mask(segments_BS, start, end)) - log_sum_BKGS1)
+        p_BKGST = jnp.exp(_all_scores(q, k, _mask(segments_BS, start, end)) - log_sum_BKGS1)
         ds_BKGST = (p_BKGST * (_product("bkgsn,bktn->bkgst", d, v) - along) * scale).astype(q.dtype)
         dq.append(_product("bkgst,bktn->bkgsn", ds_BKGST, k))
         dk_BKSN = dk_BKSN.at[:, :, :end].add(_product("bkgst,bkgsn->bktn", ds_BKGST, q))
@@ -86,19 +91,21 @@ def _heads_last(a_BKGSN: jax.Array) -> jax.Array:
     return a_BKGSN.transpose(0, 3, 1, 2, 4).reshape(rows, length, kv_heads * queries, width)
 
 
-def _one_block(q_BKGSN, k_BKTN, v_BKTN, mask_B1ST) -> tuple[jax.Array, jax.Array]:
+def _one_block(scores_BKGST: jax.Array, v_BKTN: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(what the queries read, [B, K, G, S, N]; the logarithm of the sum of exp(scores), [B, K, G, S, 1])."""
-    scores_BKGST = _scores(q_BKGSN, k_BKTN, mask_B1ST)
     largest_BKGS1 = jnp.max(scores_BKGST, axis=-1, keepdims=True)
     exp_BKGST = jnp.exp(scores_BKGST - largest_BKGS1)
     sum_BKGS1 = jnp.sum(exp_BKGST, axis=-1, keepdims=True)
     mixed_BKGSN = _product("bkgst,bktn->bkgsn", exp_BKGST.astype(v_BKTN.dtype), v_BKTN) / sum_BKGS1
-    return mixed_BKGSN.astype(q_BKGSN.dtype), largest_BKGS1 + jnp.log(sum_BKGS1)
+    return mixed_BKGSN.astype(v_BKTN.dtype), largest_BKGS1 + jnp.log(sum_BKGS1)
 
 
-def _scores(q_BKGSN: jax.Array, k_BKTN: jax.Array, mask_B1ST: jax.Array) -> jax.Array:
-    scores_BKGST = _product("bkgsn,bktn->bkgst", q_BKGSN, k_BKTN) * q_BKGSN.shape[-1] ** -0.5
-    return jnp.where(mask_B1ST[:, :, None], scores_BKGST, HIDDEN)
+def _all_scores(q_BKGSN: jax.Array, k_BKTN: jax.Array, mask_B1ST: jax.Array) -> jax.Array:
+    return _scores(_product("bkgsn,bktn->bkgst", q_BKGSN, k_BKTN), q_BKGSN.shape[-1], mask_B1ST)
+
+
+def _scores(products_BKGST: jax.Array, width: int, mask_B1ST: jax.Array) -> jax.Array:
+    return jnp.where(mask_B1ST[:, :, None], products_BKGST * width**-0.5, HIDDEN)
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -26,14 +26,15 @@ from tlt_jax.parallel.sharding import DECODE_RULES, named_sharding, replicated
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["embedding", "layers", "final_norm", "head", "exit", "eagle"],
+    data_fields=["embedding", "layers", "final_norm", "head", "exit", "eagle", "cos_sin"],
     meta_fields=["shape"],
 )
 @dataclass(frozen=True)
 class DecodeView:
     """The parameters as decoding wants them, the drafters' among them. `eagle` is None where nobody drafts with it. The
     head is never tied: on a CPU the product of 2 to 16 rows with the transposed embedding takes 1.6 to 2.7 times as
-    long (128 wide, vocabulary 2,048)."""
+    long (128 wide, vocabulary 2,048). `cos_sin`: of the rotary embedding's angles, each [T, 1, N/2]; made where they
+    are used, XLA would make them anew for each head of each layer."""
 
     embedding: jax.Array
     layers: tuple[Block, ...]
@@ -41,24 +42,30 @@ class DecodeView:
     head: jax.Array
     exit: ShallowExit
     eagle: Eagle | None
+    cos_sin: tuple[jax.Array, jax.Array]
     shape: ModelShape
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["key_BTKN", "value_BTKN"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["key_BKNT", "value_BKTN"], meta_fields=[])
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values, in the compute type."""
+    """One layer's keys and values, in the compute type, laid out as attention's products want them."""
 
-    key_BTKN: jax.Array
-    value_BTKN: jax.Array
+    key_BKNT: jax.Array
+    value_BKTN: jax.Array
 
 
 Cache = tuple[LayerCache, ...]
 
 
-def decode_view(model: Transformer, exit: ShallowExit, eagle: Eagle | None, dtype: jnp.dtype) -> DecodeView:
-    """The view of the current parameters (pure; jit it). As in training, the final norm's scale is not cast."""
-    layers = tuple(jax.tree.map(lambda a, i=i: a[i].astype(dtype), model.layers) for i in range(model.shape.layers))
+def decode_view(
+    model: Transformer, exit: ShallowExit, eagle: Eagle | None, dtype: jnp.dtype, length: int
+) -> DecodeView:
+    """The view of the current parameters, for sequences of up to `length` tokens (pure; jit it). As in training, the
+    final norm's scale is not cast."""
+    s = model.shape
+    cos, sin = rotary(jnp.arange(length)[None], s.head_dim, s.rope_theta)
+    layers = tuple(jax.tree.map(lambda a, i=i: a[i].astype(dtype), model.layers) for i in range(s.layers))
     return DecodeView(
         cast(model.embedding, dtype),
         layers,
@@ -66,7 +73,8 @@ def decode_view(model: Transformer, exit: ShallowExit, eagle: Eagle | None, dtyp
         cast(head_matrix(model), dtype),
         exit,
         cast(eagle, dtype),
-        replace(model.shape, tied=False),
+        (cos[0], sin[0]),
+        replace(s, tied=False),
     )
 
 
@@ -77,19 +85,24 @@ def view_shardings(s: ModelShape, mesh: Mesh, with_eagle: bool = False) -> Decod
     head: Any = NamedSharding(mesh, P(*reversed(whole.embedding.spec))) if s.tied else whole.head
     exit = jax.tree.map(lambda _: replicated(mesh), shardings(lambda declare: ShallowExit(s, declare), mesh))
     eagle = shardings(lambda declare: Eagle(s, declare), mesh, DECODE_RULES) if with_eagle else None
-    return DecodeView(whole.embedding, (layer,) * s.layers, whole.final_norm, head, exit, eagle, replace(s, tied=False))
+    cos_sin: Any = (replicated(mesh), replicated(mesh))
+    return DecodeView(
+        whole.embedding, (layer,) * s.layers, whole.final_norm, head, exit, eagle, cos_sin, replace(s, tied=False)
+    )
 
 
 def cache_shardings(s: ModelShape, mesh: Mesh) -> Cache:
     """The cache with a sharding in the place of each array."""
-    one = named_sharding(mesh, ("batch", None, "kv_heads", "head_dim"))
-    return (LayerCache(one, one),) * s.layers  # type: ignore[arg-type]
+    key = named_sharding(mesh, ("batch", "kv_heads", "head_dim", None))
+    value = named_sharding(mesh, ("batch", "kv_heads", None, "head_dim"))
+    return (LayerCache(key, value),) * s.layers  # type: ignore[arg-type]
 
 
 def empty_cache(s: ModelShape, slots: int, length: int, dtype: jnp.dtype) -> Cache:
     """A cache for `slots` sequences of up to `length` positions: 2 * L * B * T * K * N numbers."""
-    zeros = jnp.zeros((slots, length, s.kv_heads, s.head_dim), dtype)
-    return tuple(LayerCache(zeros, zeros) for _ in range(s.layers))
+    key = jnp.zeros((slots, s.kv_heads, s.head_dim, length), dtype)
+    value = jnp.zeros((slots, s.kv_heads, length, s.head_dim), dtype)
+    return tuple(LayerCache(key, value) for _ in range(s.layers))
 
 
 def embed(view: DecodeView, tokens_BW: jax.Array) -> jax.Array:
@@ -110,10 +123,29 @@ def write_rows(old: jax.Array, new: jax.Array, positions_BW: jax.Array) -> jax.A
     return jax.vmap(write)(old, new, positions_BW)
 
 
+def written(old: LayerCache, k_BWKN: jax.Array, v_BWKN: jax.Array, positions_BW: jax.Array) -> LayerCache:
+    """The cache with the new tokens' keys and values at their positions, as by `write_rows`."""
+    if positions_BW.size == 1:
+        # One row alone XLA would write twice, into two copies of the cache: another goes nowhere.
+        k_BWKN, v_BWKN = (jnp.pad(a, ((0, 0), (0, 1), (0, 0), (0, 0))) for a in (k_BWKN, v_BWKN))
+        positions_BW = jnp.pad(positions_BW, ((0, 0), (0, 1)), constant_values=old.value_BKTN.shape[2])
+
+    def key(old_KNT: jax.Array, new_WKN: jax.Array, positions_W: jax.Array) -> jax.Array:
+        return old_KNT.at[..., positions_W].set(jnp.moveaxis(new_WKN, 0, -1), mode="drop", unique_indices=True)
+
+    def value(old_KTN: jax.Array, new_WKN: jax.Array, positions_W: jax.Array) -> jax.Array:
+        return old_KTN.at[:, positions_W].set(new_WKN.swapaxes(0, 1), mode="drop", unique_indices=True)
+
+    return LayerCache(
+        jax.vmap(key)(old.key_BKNT, k_BWKN, positions_BW), jax.vmap(value)(old.value_BKTN, v_BWKN, positions_BW)
+    )
+
+
 def decode_layers(
-    layers: tuple[Block, ...], cache: Cache, x_BWD: jax.Array, positions_BW: jax.Array
+    view: DecodeView, layers: tuple[Block, ...], cache: Cache, x_BWD: jax.Array, positions_BW: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    """Runs `layers` on W new tokens a slot, at `positions`, writing their keys and values into `cache`.
+    """Runs some of the view's `layers` on W new tokens a slot, at `positions`, writing their keys and values into
+    `cache`.
 
     A token attends to the cache entries at positions up to its own. Entries beyond are whatever an earlier, rejected
     draft left: they are never attended to, because every position up to the newest fed token is written before it is
@@ -121,20 +153,17 @@ def decode_layers(
     """
     if not layers:
         return x_BWD, ()
-    s = layers[0].shape
-    cos_sin = rotary(positions_BW, s.head_dim, s.rope_theta)
-    length = cache[0].key_BTKN.shape[1]
+    cos, sin = (table_T1N.at[positions_BW].get(mode="clip") for table_T1N in view.cos_sin)
+    length = cache[0].key_BKNT.shape[3]
     mask_B1WT = jnp.arange(length) <= positions_BW[:, None, :, None]
 
     new_cache: list[LayerCache] = []
     for layer, old in zip(layers, cache, strict=True):
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, old: LayerCache = old) -> tuple[jax.Array, Any]:
-            kept = LayerCache(
-                *(write_rows(o, new, positions_BW) for o, new in ((old.key_BTKN, k), (old.value_BTKN, v)))
-            )
-            return mixed_values(q, kept.key_BTKN, kept.value_BTKN, mask_B1WT), kept
+            kept = written(old, k, v, positions_BW)
+            return mixed_values(q, kept.key_BKNT, kept.value_BKTN, mask_B1WT), kept
 
-        x_BWD, kept = block(layer, x_BWD, cos_sin, attend)
+        x_BWD, kept = block(layer, x_BWD, (cos, sin), attend)
         new_cache.append(kept)
     return x_BWD, tuple(new_cache)

@@ -129,7 +129,7 @@ def chain_states(
     before_BSE = jnp.where(follows_BS[..., None], jnp.roll(known_BSE, 1, axis=1), 0.0)
 
     def over_all(q, k, v):
-        return causal_attention(q, k, v, segments_BS), (k, v)
+        return causal_attention(q, k, v, segments_BS), (k.swapaxes(1, 2), v.swapaxes(1, 2))
 
     inputs_BSD = known_inputs(eagle, before_BSE, embedded_BSD)
     y_BSD, known = block(eagle.layer, inputs_BSD, rotary(positions_BS, s.head_dim, s.rope_theta), over_all)
@@ -143,7 +143,7 @@ def chain_states(
         mask_B1PT = jnp.concatenate([mask_B1PT, own_BPP[:, None]], axis=-1)
 
         def over_chain(q, k, v, known=known, mask_B1PT=mask_B1PT):
-            k, v = (jnp.concatenate([old, new], axis=1) for old, new in zip(known, (k, v), strict=True))
+            k, v = (jnp.concatenate([old, new.swapaxes(1, 2)], axis=2) for old, new in zip(known, (k, v), strict=True))
             return mixed_values(q, k, v, mask_B1PT), (k, v)
 
         inputs_BPD = eagle_inputs(eagle, found[-1], embedded_BSD[:, at_P])
