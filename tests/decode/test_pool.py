@@ -12,8 +12,9 @@ from support import tiny
 
 from tlt_jax.decode import loop
 from tlt_jax.decode.controller import Controller, CostTable, Fixed, choices_of
-from tlt_jax.decode.engine import Engine, Request, _pool_sizes, first_stop
+from tlt_jax.decode.engine import Engine, Request, _pool_sizes
 from tlt_jax.decode.propose import OFF, Choice, Rules
+from tlt_jax.decode.stops import first_stop
 
 MAX_PROMPT, MAX_NEW, NO_END = 6, 16, 50
 SHAPE = replace(tiny.SHAPE, tied=False)

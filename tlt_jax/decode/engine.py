@@ -32,6 +32,7 @@ from tlt_jax.decode.propose import Choice, Rules
 from tlt_jax.decode.rollout import Rollout
 from tlt_jax.decode.sampling import SamplingParams
 from tlt_jax.decode.seen import Block, Seen
+from tlt_jax.decode.stops import cut, first_stop
 from tlt_jax.models.decode_view import DecodeView, decode_view, view_shardings
 from tlt_jax.models.eagle import Eagle
 from tlt_jax.models.heads import ShallowExit
@@ -257,7 +258,7 @@ class Engine:
             owner = self._owner[slot]
             assert owner is not None
             row = {name: array[slot].copy() for name, array in host.items()}
-            results[owner[0]] = row = _cut(row, stopped.get(slot))
+            results[owner[0]] = row = cut(row, stopped.get(slot))
             self._owner[slot] = None
             if self._history is not None:
                 self._history.add(owner[1].prompt, row["tokens_BT"][: row["length_B"]])
@@ -369,33 +370,12 @@ class Engine:
             raise ConfigError("a request has stop strings; expected none that is empty, and an engine that reads text")
 
 
-def first_stop(text: Callable[[np.ndarray], str], tokens: np.ndarray, stops: Sequence[str]) -> int | None:
-    """How many of the tokens it takes until one of the `stops` stands in their text; None if none does."""
-    if not any(stop in text(tokens) for stop in stops):
-        return None
-    low, high = 1, len(tokens)  # a text that holds a stop still holds it with more tokens
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if any(stop in text(tokens[:middle]) for stop in stops) else (middle + 1, high)
-    return low
-
-
 def _pool_sizes(slots: int, sizes: int, parts: int) -> list[int]:
     """At most `sizes` sizes, each a quarter of the one before, multiples of `parts`."""
     found = [-(-slots // parts) * parts]
     while len(found) < sizes and found[-1] > parts:
         found.append(-(-found[-1] // (SHRINK * parts)) * parts)
     return found
-
-
-def _cut(row: dict[str, np.ndarray], length: int | None) -> dict[str, np.ndarray]:
-    """The sequence up to `length` tokens, where a stop stands in its text; None: where it ended by itself."""
-    row["stopped_B"] = np.array(length is not None)
-    if length is not None:
-        row["ended_B"], row["length_B"] = np.array(True), np.array(length, np.int32)
-        for name in ("tokens_BT", "policy_logp_BT", "sampler_logp_BT"):
-            row[name][length:] = 0
-    return row
 
 
 def _collect(rows: list[dict[str, np.ndarray]], requests: Sequence[Request]) -> Rollout:
