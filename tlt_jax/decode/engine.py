@@ -43,7 +43,7 @@ from tlt_jax.parallel.sharding import abstract, batch_sharding, replicated
 
 PLAIN = Rules()
 SHRINK = 4  # how many times smaller the next pool is
-TIMED = 0.01  # seconds that rounds should take to be timed
+TIMED = 0.1  # seconds that rounds should take to be timed, by what one takes that is run alone
 LONG = 4  # how many times as many rounds a block may go on for, where nobody waits for what it has finished
 
 
@@ -195,7 +195,8 @@ class Engine:
 
     def _measure(self, view: DecodeView, size: int) -> None:
         """Times each choice's rounds on made-up sequences, in turns, so that what else the machine does hits all alike.
-        A first turn says how many rounds are long enough to be timed."""
+        A first turn says how many rounds are long enough: as many as a block may have, of those that take little, for a
+        block's start is a part of what they cost."""
         made_up = Request(np.zeros(1, np.int32), self.max_new, 0, float(self.rules.draws != "greedy"), ends=())
         admission = self._admission(size, size, [(slot, made_up) for slot in range(size)])
         state = self._prefill(view, self._empty(size), put(admission, self._row))
@@ -208,7 +209,7 @@ class Engine:
                 done, stats = to_host((state.done_B, stats))
                 seconds = time.perf_counter() - start
                 if turn == 0:
-                    rounds[choice] = self._led(min(max(int(TIMED / seconds), 1), self._verifies))
+                    rounds[choice] = self._led(min(max(int(TIMED / seconds), 1), LONG * self._verifies))
                 else:
                     self.controller.time(size, choice, seconds / int(stats.rounds))
                 if done.any():
