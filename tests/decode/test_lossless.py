@@ -21,7 +21,7 @@ from tlt_jax.decode.engine import Engine, Request
 from tlt_jax.decode.propose import OFF, Choice, Rules
 from tlt_jax.decode.sampling import _filter, policy_of
 from tlt_jax.models import decode_view
-from tlt_jax.models.decode_view import write_heads
+from tlt_jax.models.decode_view import LayerCache, written
 from tlt_jax.models.transformer import ModelShape
 
 SHAPE = ModelShape(
@@ -168,11 +168,15 @@ def _p_without_temperature(logits_BWV, temperature_B):
     return policy_of(logits_BWV, jnp.ones_like(temperature_B))
 
 
-def _stale_write(old_BKTN, new_BWKN, positions_BW):
+def _stale_write(old, k_BWKN, v_BWKN, positions_BW):
     """Keeps what an earlier, rejected draft wrote."""
-    there_BKWN = jnp.take_along_axis(old_BKTN, positions_BW[:, None, :, None], axis=2, mode="fill", fill_value=0)
-    there_BWKN = there_BKWN.swapaxes(1, 2)
-    return write_heads(old_BKTN, jnp.where(there_BWKN != 0, there_BWKN, new_BWKN), positions_BW)
+    where_BTW = jnp.arange(old.value_BKTN.shape[2])[:, None] == positions_BW[:, None]
+    again_B1T1 = jnp.any(where_BTW, axis=-1)[:, None, :, None] & (old.value_BKTN != 0).any((1, 3), keepdims=True)
+    new = written(old, k_BWKN, v_BWKN, positions_BW)
+    return LayerCache(
+        jnp.where(again_B1T1.swapaxes(2, 3), old.key_BKNT, new.key_BKNT),
+        jnp.where(again_B1T1, old.value_BKTN, new.value_BKTN),
+    )
 
 
 MUTATIONS = {
@@ -187,7 +191,7 @@ MUTATIONS = {
         loop, "round_noise", _the_drafts_noise_again(loop.round_noise)
     ),
     "p without temperature": lambda patch: patch.setattr(loop, "policy_of", _p_without_temperature),
-    "stale cache after a rejection": lambda patch: patch.setattr(decode_view, "write_heads", _stale_write),
+    "stale cache after a rejection": lambda patch: patch.setattr(decode_view, "written", _stale_write),
 }
 
 

@@ -158,8 +158,8 @@ def test_nothing_is_written_beyond_the_cache(shape, random_module):
     cache = empty_cache(s, 1, 4, jnp.float32)
     _, after = feed(view, cache, jnp.array([[1, 2, 3]]), jnp.array([[3, 4, 5]]))
     for layer in after:
-        assert np.abs(layer.key_BKTN[0, :, 3]).max() > 0
-        assert np.abs(layer.key_BKTN[0, :, :3]).max() == 0
+        assert np.abs(layer.key_BKNT[0, ..., 3]).max() > 0
+        assert np.abs(layer.key_BKNT[0, ..., :3]).max() == 0
 
 
 def test_grouped_queries_equal_repeated_heads(shape, random_module):

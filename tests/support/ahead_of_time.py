@@ -69,7 +69,7 @@ def decoding(config: Config, mesh: Mesh, vocab: int) -> dict[str, Any]:
         limits.max_prompt_tokens + limits.max_completion_tokens,
         shape.head_dim,
     )
-    cache = [list(layer.key_BKTN.shard_shape(global_shape)) for layer in slots.cache]
+    cache = [list(layer.value_BKTN.shard_shape(global_shape)) for layer in slots.cache]
     return {**described(compiled), "cache": cache}
 
 
