@@ -257,7 +257,7 @@ def test_a_decode_blocks_temporaries_are_a_small_share_of_the_weights(drafter):
         return build(Declare(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32)))
 
     transformer, exit, eagle = (abstract(partial(build, WIDE)) for build in (Transformer, ShallowExit, Eagle))
-    view = jax.eval_shape(partial(decode_view, dtype=jnp.float32), transformer, exit, eagle)
+    view = jax.eval_shape(partial(decode_view, dtype=jnp.float32, length=16), transformer, exit, eagle)
     slots = jax.eval_shape(partial(empty_slots, WIDE, 2, 16, 1, Rules(), jnp.float32, True))
     choice = OFF if drafter == "off" else Choice(drafter, G)
     block = jax.jit(partial(decode_block, choice=choice, rules=Rules()), donate_argnums=1)

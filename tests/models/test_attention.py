@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax.models.attention import MOST_BLOCKS, SMALLEST_BLOCK, causal_attention, mixed_values
+from tlt_jax.models.attention import MOST_BLOCKS, SMALLEST_BLOCK, as_cached, causal_attention, mixed_values
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -84,6 +84,4 @@ def test_a_block_of_decoding_gives_what_training_gives():
     whole = causal_attention(q, k, v, jnp.ones_like(segments))
     positions = jnp.arange(66, 70)
     mask = jnp.broadcast_to(jnp.arange(70) <= positions[:, None], (2, 1, 4, 70))
-    np.testing.assert_allclose(
-        mixed_values(q[:, 66:], k.swapaxes(1, 2), v.swapaxes(1, 2), mask), whole[:, 66:], rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(mixed_values(q[:, 66:], *as_cached(k, v), mask), whole[:, 66:], rtol=1e-5, atol=1e-6)

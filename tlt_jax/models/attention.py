@@ -25,6 +25,11 @@ def mixed_values(q_BSHN: jax.Array, k_BKNT: jax.Array, v_BKTN: jax.Array, mask_B
     return _heads_last(_one_block(scores_BKGST, v_BKTN)[0])
 
 
+def as_cached(k_BTKN: jax.Array, v_BTKN: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(keys [B, K, N, T], values [B, K, T, N]), as `mixed_values` wants them."""
+    return k_BTKN.transpose(0, 2, 3, 1), v_BTKN.swapaxes(1, 2)
+
+
 @jax.custom_vjp
 def causal_attention(q_BSHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, segments_BS: jax.Array) -> jax.Array:
     """What each position reads, [B, S, H, N], from those of its own segment up to itself."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tlt_jax.models.attention import causal_attention, mixed_values
+from tlt_jax.models.attention import as_cached, causal_attention, mixed_values
 from tlt_jax.models.eagle import Eagle, both_states, eagle_inputs, eagle_logits, known_inputs
 from tlt_jax.models.transformer import Transformer, block, cast, logits, look_up, rotary
 from tlt_jax.train.step import Batch
@@ -129,7 +129,7 @@ def chain_states(
     before_BSE = jnp.where(follows_BS[..., None], jnp.roll(known_BSE, 1, axis=1), 0.0)
 
     def over_all(q, k, v):
-        return causal_attention(q, k, v, segments_BS), (k.swapaxes(1, 2), v.swapaxes(1, 2))
+        return causal_attention(q, k, v, segments_BS), as_cached(k, v)
 
     inputs_BSD = known_inputs(eagle, before_BSE, embedded_BSD)
     y_BSD, known = block(eagle.layer, inputs_BSD, rotary(positions_BS, s.head_dim, s.rope_theta), over_all)
@@ -143,8 +143,9 @@ def chain_states(
         mask_B1PT = jnp.concatenate([mask_B1PT, own_BPP[:, None]], axis=-1)
 
         def over_chain(q, k, v, known=known, mask_B1PT=mask_B1PT):
-            k, v = (jnp.concatenate([old, new.swapaxes(1, 2)], axis=2) for old, new in zip(known, (k, v), strict=True))
-            return mixed_values(q, k, v, mask_B1PT), (k, v)
+            k_BKNP, v_BKPN = as_cached(k, v)
+            kept = jnp.concatenate([known[0], k_BKNP], axis=3), jnp.concatenate([known[1], v_BKPN], axis=2)
+            return mixed_values(q, *kept, mask_B1PT), kept
 
         inputs_BPD = eagle_inputs(eagle, found[-1], embedded_BSD[:, at_P])
         cos_sin = rotary(positions_BS[:, at_P], s.head_dim, s.rope_theta)
