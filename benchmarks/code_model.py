@@ -42,6 +42,7 @@ def engine(
     max_new: int,
     verification: str,
     draws: Draws,
+    max_prompt: int = PROMPT,
     **options: Any,
 ) -> Engine:
     """An engine in which no token ends a sequence, so that its length is what the request says."""
@@ -50,7 +51,7 @@ def engine(
         models.policy.shape,
         make_mesh(config.device.mesh),
         slots=slots,
-        max_prompt=PROMPT,
+        max_prompt=max_prompt,
         max_new=max_new,
         eos=[models.policy.shape.vocab],
         controller=controller,

@@ -37,3 +37,22 @@ def paired(speeds: list[float], plain: list[float]) -> dict[str, float]:
         "low": float(np.exp(logs.mean() - half)),
         "high": float(np.exp(logs.mean() + half)),
     }
+
+
+def plot(ratios: dict[str, dict[str, dict[str, float]]], what: str, file: str) -> None:
+    """Draws {setting: {variant: a ratio as of `paired`}}, a panel a setting: bars with their intervals, and 1."""
+    from matplotlib.figure import Figure
+
+    longest = max(map(len, ratios.values()))
+    figure = Figure(figsize=(4 + 2.5 * len(ratios), 1.5 + 0.28 * longest), layout="constrained")
+    panels = figure.subplots(1, len(ratios), squeeze=False, sharey=True)[0]
+    for panel, (setting, rows) in zip(panels, ratios.items(), strict=True):
+        names, found = list(rows)[::-1], list(rows.values())[::-1]
+        middle = np.array([row["ratio"] for row in found])
+        ends = np.array([[row["ratio"] - row["low"] for row in found], [row["high"] - row["ratio"] for row in found]])
+        panel.barh(names, middle, xerr=ends, color="tab:blue", ecolor="black", error_kw={"linewidth": 1})
+        panel.axvline(1.0, color="black", linewidth=0.8)
+        panel.set_title(setting, fontsize=9)
+        panel.set_xlabel(what, fontsize=8)
+        panel.tick_params(labelsize=8)
+    figure.savefig(file)

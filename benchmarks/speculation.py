@@ -1,82 +1,85 @@
 """Speculative decoding side by side: every drafter and controller against plain decoding, and against transformers.
 
-    python benchmarks/speculation.py [--batch 1 4 16 32] [--temperature 0 1] [--quick] [--json FILE]
+    python benchmarks/speculation.py [--batch 1 4 16 32] [--temperature 0 1] [--quick] [--json FILE] [--plot FILE]
+    python benchmarks/speculation.py --folder HUGGING_FACE_DIRECTORY [--prompts FILE]
+    python benchmarks/speculation.py --random 6.5m [--dtype bfloat16]
 
 The model is that of `configs/code_2m.yaml` (which see), trained first where `--run` is not there; prompts are the
-first tokens of held-out rows, mostly from within a document. All variants of one batch size and temperature take turns;
-each ratio to `off` is the geometric mean over the rounds, with a 95 % interval of paired differences. Loops,
-completions whose end repeats, are left out of calls and acceptance (not of tokens a second), and their share is stated.
-With the extra `parity`, transformers decodes the same weights in a process of its own: `generate` in batches, and
-prompt lookup at batch 1.
+first tokens of held-out rows, mostly from within a document. With `--folder` it is that of a Hugging Face directory, on
+HumanEval's prompts (or FILE's) of at most 128 tokens; with `--random`, one of untrained weights. All variants of one
+batch size and temperature take turns; each ratio to `off` is the geometric mean over the rounds, with a 95 % interval
+of paired differences. Loops, completions whose end repeats, are left out of calls and acceptance (not of tokens a
+second), and their share is stated. With the extra `parity`, transformers decodes the same weights in a process of its
+own: `generate` in batches, and prompt lookup at batch 1. No token ends a completion: all have `--new` tokens.
 """
 
 import argparse
-import json
 import platform
 import statistics
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import code_model
 import jax
-import numpy as np
-from results import paired, report
+import subjects
+from results import paired, plot, report
+from shapes import SIZES
+from subjects import Subject
+from with_transformers import THEIRS, Transformers
 
-from tlt_jax.config.schema import Config
 from tlt_jax.decode.controller import CONTROLLERS, Controller, Fixed, choices_of
 from tlt_jax.decode.engine import Engine, Request
 from tlt_jax.decode.propose import OFF
 from tlt_jax.decode.rollout import Rollout, joined, rollout_metrics
 from tlt_jax.decode.sampling import Draws
 from tlt_jax.decode.verify import VERIFIERS
-from tlt_jax.stages.models import Models
 
-NEW = 128
 LENGTHS = (3, 5, 7)
-THEIRS = {"transformers": {}, "transformers, prompt lookup": {"prompt_lookup_num_tokens": 5}}
 
 
 def main() -> None:
     options = _options()
-    if options.child:
-        _serve_transformers(options.child)
-        return
-    run = Path(options.run)
-    config, models, corpus = code_model.load(run)
-    prompts = code_model.prompts(corpus, 512)
-    theirs = None if options.no_transformers else Transformers(run / "export")
     values: dict[str, Any] = {}
     ratios: dict[str, Any] = {}
-    for batch in options.batch:
-        for temperature in options.temperature:
+    with tempfile.TemporaryDirectory() as scratch:
+        subject = _subject(options, Path(scratch))
+        theirs = None if options.no_transformers else Transformers(subject.folder, options.new, options.dtype)
+        for batch, temperature in product(options.batch, options.temperature):
             where = f"batch {batch}, temperature {temperature:g}"
-            values[where], ratios[where] = _compare(config, models, prompts, batch, temperature, theirs, options)
+            values[where], ratios[where] = _compare(subject, batch, temperature, theirs, options)
             _print(where, values[where], ratios[where])
-    if theirs is not None:
-        theirs.end()
+        if theirs is not None:
+            theirs.end()
     names = ("jax", "jaxlib", "flax", "numpy") + (() if theirs is None else ("torch", "transformers"))
     machine = f"{jax.device_count()} x {jax.devices()[0].device_kind}, {platform.machine()}"
     report("speculation", machine, names, values, ratios, options.json)
+    if options.plot:
+        plot(ratios, "tokens a second to off", options.plot)
+
+
+def _subject(options: argparse.Namespace, scratch: Path) -> Subject:
+    if options.random:
+        return subjects.random_weights(options.random, options.dtype, None if options.no_transformers else scratch)
+    if options.folder:
+        return subjects.from_folder(Path(options.folder), Path(options.prompts))
+    return subjects.trained(Path(options.run))
 
 
 def _compare(
-    config: Config,
-    models: Models,
-    prompts: list[np.ndarray],
-    batch: int,
-    temperature: float,
-    theirs: "Transformers | None",
-    options: argparse.Namespace,
+    subject: Subject, batch: int, temperature: float, theirs: Transformers | None, options: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """({variant: figures}, {variant: ratio to off, and its interval}) after `rounds` rounds of all in turn."""
     draws: Draws = "sampled" if temperature else "greedy"
+    config, models, prompts, longest = subject.config, subject.models, subject.prompts, subject.longest_prompt
     engines = {
-        name: code_model.engine(config, models, controller, batch, NEW, options.verification, draws)
-        for name, controller in _variants(code_model.drafters_of(models), options.lengths)
+        name: code_model.engine(
+            config, models, controller, batch, options.new, options.verification, draws, max_prompt=longest
+        )
+        for name, controller in _variants(subject.drafters, options.lengths, options.controllers)
     }
     count = max(options.sequences, 2 * batch)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
@@ -87,7 +90,7 @@ def _compare(
     for round in range(options.rounds + 1):  # the first is not counted: pages and caches get warm, controllers learn
         some = [prompts[(round * count + i) % len(prompts)] for i in range(count)]
         for name, engine in engines.items():
-            requests = [Request(p, NEW, 1_000_000 * round + i, temperature) for i, p in enumerate(some)]
+            requests = [Request(p, options.new, 1_000_000 * round + i, temperature) for i, p in enumerate(some)]
             start = time.perf_counter()
             rollout = engine.run(views[name], requests)
             if round:
@@ -104,11 +107,11 @@ def _compare(
     return values, {name: paired(found, speeds["off"]) for name, found in speeds.items()}
 
 
-def _variants(drafters: list[str], lengths: list[int]) -> Iterator[tuple[str, Controller]]:
+def _variants(drafters: list[str], lengths: list[int], controllers: list[str]) -> Iterator[tuple[str, Controller]]:
     for choice in choices_of(drafters, lengths):
         yield "off" if choice == OFF else f"{choice.drafter} {choice.draft_length}", Fixed(choice)
-    for name, controller in CONTROLLERS.items():
-        yield f"auto, {name}", controller(choices_of(drafters, lengths), 0)
+    for name in controllers:
+        yield f"auto, {name}", CONTROLLERS[name](choices_of(drafters, lengths), 0)
 
 
 def _figures(engine: Engine, rollout: Rollout) -> dict[str, Any]:
@@ -138,63 +141,15 @@ def _print(where: str, values: dict[str, Any], ratios: dict[str, Any]) -> None:
         print(text)
 
 
-class Transformers:
-    """transformers' generate, in a process of its own, with as many threads as are best."""
-
-    def __init__(self, folder: Path):
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--child", str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def speed(self, prompts: list[np.ndarray], batch: int, temperature: float, options: dict[str, Any]) -> float:
-        """Tokens a second of the better of one and two threads."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        asked = {"prompts": [p.tolist() for p in prompts], "batch": batch, "temperature": temperature} | {
-            "options": options
-        }
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        return float(self._process.stdout.readline())
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-
-
-def _serve_transformers(folder: str) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    threads: dict[tuple[int, bool], int] = {}
-
-    def run(asked: dict[str, Any], count: int) -> float:
-        torch.set_num_threads(count)
-        sampled = {"do_sample": True, "temperature": asked["temperature"], "top_k": 0} if asked["temperature"] else {}
-        start, made = time.perf_counter(), 0
-        with torch.inference_mode():
-            for first in range(0, len(asked["prompts"]), asked["batch"]):
-                ids = torch.tensor(asked["prompts"][first : first + asked["batch"]])
-                out = model.generate(
-                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0,
-                    **({"do_sample": False} | sampled), **asked["options"],
-                )  # fmt: skip
-                made += out.shape[0] * (out.shape[1] - ids.shape[1])
-        return made / (time.perf_counter() - start)
-
-    for line in sys.stdin:
-        asked = json.loads(line)
-        key = asked["batch"], bool(asked["options"])
-        if key not in threads:
-            few = {**asked, "prompts": asked["prompts"][: asked["batch"]]}
-            threads[key] = max((1, 2), key=lambda count: run(few, count))
-        print(run(asked, threads[key]), flush=True)
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", default="runs/code_2m", help="run directory of the model; trained if it is not there")
+    parser.add_argument("--folder", help="a Hugging Face directory, instead of a run's model")
+    parser.add_argument("--prompts", default=str(subjects.HUMANEVAL), help="its prompts: JSON lines, gzipped or not")
+    parser.add_argument("--random", choices=SIZES, help="a model of this size with random weights, instead")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of random weights")
+    parser.add_argument("--new", type=int, default=128, help="tokens of a completion")
+    parser.add_argument("--controllers", nargs="*", choices=CONTROLLERS, default=list(CONTROLLERS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 32], help="sequences decoded together")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="draft lengths")
@@ -204,7 +159,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--no-transformers", action="store_true", help="leave the extra `parity` out")
     parser.add_argument("--quick", action="store_true", help="batch 4, 2 rounds")
     parser.add_argument("--json", metavar="FILE", help="write the last line there too")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--plot", metavar="FILE", help="draw the ratios there: .png, .svg or .pdf")
     options = parser.parse_args()
     if options.quick:
         options.batch, options.rounds = [4], 2
