@@ -8,7 +8,8 @@ The model is that of `configs/code_2m.yaml` (which see), trained first where `--
 first tokens of held-out rows, mostly from within a document. With `--folder` it is that of a Hugging Face directory, on
 HumanEval's prompts (or FILE's) of at most 128 tokens; with `--random`, one of untrained weights. All variants of one
 batch size and temperature take turns; each ratio to `off` is the geometric mean over the rounds, with a 95 % interval
-of paired differences. Loops, completions whose end repeats, are left out of calls and acceptance (not of tokens a
+of paired differences; those that choose by themselves are set beside the best fixed choice, and beside what their own
+table says of the best one. Loops, completions whose end repeats, are left out of calls and acceptance (not of tokens a
 second), and their share is stated. With the extra `parity`, transformers decodes the same weights in a process of its
 own: `generate` in batches, and prompt lookup at batch 1. No token ends a completion: all have `--new` tokens.
 """
@@ -39,6 +40,7 @@ from tlt_jax.decode.sampling import Draws
 from tlt_jax.decode.verify import VERIFIERS
 
 LENGTHS = (3, 5, 7)
+AUTO = "auto, "
 
 
 def main() -> None:
@@ -104,14 +106,21 @@ def _compare(
     values = {name: {"tokens_per_second": statistics.median(found)} for name, found in speeds.items()}
     for name, engine in engines.items():
         values[name] |= _figures(engine, joined(rollouts[name]))
-    return values, {name: paired(found, speeds["off"]) for name, found in speeds.items()}
+    ratios = {name: paired(found, speeds["off"]) for name, found in speeds.items()}
+    fixed = [name for name in engines if not name.startswith(AUTO)]
+    best = max(fixed, key=lambda name: ratios[name]["ratio"])
+    for name in engines.keys() - fixed:
+        table = {(row["drafter"], row["draft_length"]): row["tokens_per_second"] for row in values[name]["table"]}
+        values[name]["best_fixed"], values[name]["to_best_fixed"] = best, paired(speeds[name], speeds[best])
+        values[name]["predicted_to_off"] = max(table.values()) / table[OFF.drafter, 0]
+    return values, ratios
 
 
 def _variants(drafters: list[str], lengths: list[int], controllers: list[str]) -> Iterator[tuple[str, Controller]]:
     for choice in choices_of(drafters, lengths):
         yield "off" if choice == OFF else f"{choice.drafter} {choice.draft_length}", Fixed(choice)
     for name in controllers:
-        yield f"auto, {name}", CONTROLLERS[name](choices_of(drafters, lengths), 0)
+        yield f"{AUTO}{name}", CONTROLLERS[name](choices_of(drafters, lengths), 0)
 
 
 def _figures(engine: Engine, rollout: Rollout) -> dict[str, Any]:
@@ -138,6 +147,10 @@ def _print(where: str, values: dict[str, Any], ratios: dict[str, Any]) -> None:
             text += f"{row['target_calls_per_token']:13.3f}{row['accepted_length']:10.2f}{row['loop_fraction']:7.1%}"
             if len(row["acceptance"]) == 1:
                 text += "  " + " ".join(f"{share:.2f}" for share in next(iter(row["acceptance"].values())))
+        if "to_best_fixed" in row:
+            best = row["to_best_fixed"]
+            text += f"  to {row['best_fixed']} {best['ratio']:.2f} ({best['low']:.2f}-{best['high']:.2f})"
+            text += f"; its table says {row['predicted_to_off']:.2f} of off"
         print(text)
 
 

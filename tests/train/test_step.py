@@ -179,7 +179,11 @@ def toy_objective():
     def loss(params, b):
         squares = {name: sum(jnp.sum(a * a) for a in jax.tree.leaves(module)) for name, module in params.items()}
         value = b["value"][0]
-        return squares["policy"] + b["scale"][0] * squares["exit"], {"value": value, "value_max": value}
+        return squares["policy"] + b["scale"][0] * squares["exit"], {
+            "value": value,
+            "value_max": value,
+            "each/value": b["value"],
+        }
 
     return Objective(lambda batch, step: batch, loss)
 
@@ -206,6 +210,17 @@ def test_metrics_add_up_over_microbatches_but_those_in_max(values):
     _, metrics = toy_update()(toy_state(), toy_batch(values=values), np.float32(0.5))
     assert float(metrics["value"]) == sum(values)
     assert float(metrics["value_max"]) == max(values)
+    np.testing.assert_array_equal(metrics["each/value"][:, 0], values)
+
+
+def test_a_dry_update_tells_the_same_and_leaves_the_state():
+    update = toy_update()
+    dry, told = update(toy_state(), toy_batch(), np.float32(0.5), None, np.bool_(True))
+    jax.tree.map(np.testing.assert_array_equal, dry, toy_state())
+    wet, same = update(dry, toy_batch(), np.float32(0.5), None, np.bool_(False))
+    jax.tree.map(np.testing.assert_array_equal, told, same)
+    plain, _ = update(toy_state(), toy_batch(), np.float32(0.5))
+    jax.tree.map(np.testing.assert_array_equal, wet, plain)
 
 
 def test_the_gradient_norm_is_the_policys_before_clipping():

@@ -169,6 +169,16 @@ class SamplingConfig(Section):
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="keep the likeliest tokens up to this mass; 1: all")
 
 
+class RolloutConfig(Section):
+    """What both reinforcement-learning stages take from rollouts."""
+
+    exact_logprobs: bool = Field(
+        False,
+        description="score the sampled tokens anew with the update's own program before the first update: the ratio"
+        " begins at exactly 1, for the time of one more epoch; false: the log-probs that verification yields",
+    )
+
+
 class Config(Section):
     """The whole config of a run."""
 
@@ -188,6 +198,7 @@ class Config(Section):
     distill: DistillConfig = DistillConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     sampling: SamplingConfig = SamplingConfig()
+    rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     faults: FaultsConfig = FaultsConfig()

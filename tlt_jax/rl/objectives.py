@@ -27,6 +27,7 @@ class PolicyTerms(NamedTuple):
     kl_estimator: str = "k2"
     value_coef: float = 0.0
     value_clip: float = 0.2
+    with_logp: bool = False
 
 
 def policy_objective(terms: PolicyTerms, *, dtype: jnp.dtype, remat: str) -> Objective:
@@ -35,7 +36,8 @@ def policy_objective(terms: PolicyTerms, *, dtype: jnp.dtype, remat: str) -> Obj
     Batch, each [A, B, T]: tokens, segments, positions of packed sequences; weights, advantages, old_logp, and as the
     terms need them ref_logp, old_values, returns, at the position of the token they speak of. The weight of a
     sequence's first token is 0. Roles: policy; value if value_coef; exit and eagle as `drafters` says. Log-probs
-    divide the logits by the drafters' temperature, which is that of sampling; values never see it.
+    divide the logits by the drafters' temperature, which is that of sampling; values never see it. Terms `with_logp`
+    have the tokens' log-probs come back as "each/logp", [A, B, T], 0 at position 0.
     """
 
     def prepare(batch: Batch, step: jax.Array) -> Batch:
@@ -61,6 +63,8 @@ def policy_objective(terms: PolicyTerms, *, dtype: jnp.dtype, remat: str) -> Obj
         metrics = {"rl/policy_loss": policy_loss, "rl/entropy": weighted_sum(entropy_BS, weights_BS)}
         metrics |= {name: weighted_sum(value_BS, weights_BS) for name, value_BS in diagnostics.items()}
         metrics["rl/logp_diff_max"] = jnp.max(jnp.where(weights_BS > 0, jnp.abs(logp_BS - at_token["old_logp"]), 0.0))
+        if terms.with_logp:
+            metrics["each/logp"] = jnp.pad(logp_BS, ((0, 0), (1, 0)))
         if terms.entropy_coef:
             total -= terms.entropy_coef * metrics["rl/entropy"]
         if terms.kl_coef:

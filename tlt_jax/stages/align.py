@@ -90,7 +90,8 @@ class PPO(Phase):
                 "returns": returns,
                 "old_values": values_BT,
             }
-            train, metrics = run_updates(self, state.arrays["train"], batch, rollout.length_B, step)
+            exact = run.config.rollout.exact_logprobs
+            train, metrics = run_updates(self, state.arrays["train"], batch, rollout.length_B, step, exact=exact)
         kl = kl_metrics(rollout, judged["ref_logp"])
         metrics |= self.sampler.metrics(rollout, rolled - started) | kl
         inside = mask > 0

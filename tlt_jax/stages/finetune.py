@@ -97,7 +97,8 @@ class GroupPolicy(Phase):
                 "advantages": advantages[:, None] * mask,
                 "ref_logp": ref_logp * mask,
             }
-            train, metrics = run_updates(self, state.arrays["train"], batch, rollout.length_B, step)
+            exact = run.config.rollout.exact_logprobs
+            train, metrics = run_updates(self, state.arrays["train"], batch, rollout.length_B, step, exact=exact)
         success = float((parts["quality"] >= 1.0).mean())
         progress = curricula.advance(progress, success, config.curriculum)
         metrics |= self.sampler.metrics(rollout, rolled - started)

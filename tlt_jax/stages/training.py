@@ -81,6 +81,7 @@ def group_policy_training(config: Config, shape: ModelShape, mesh: jax.sharding.
         entropy_coef=policy.entropy_coef,
         kl_coef=policy.kl_coef,
         kl_estimator=policy.kl_estimator,
+        with_logp=config.rollout.exact_logprobs,
     )
     roles = _policy_roles(config, shape, policy.optimizer, terms.drafters)
     return _training(config, roles, _policy_objective(config, terms), shape, mesh)
@@ -107,6 +108,7 @@ def ppo_training(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> 
         entropy_coef=ppo.entropy_coef,
         value_coef=ppo.value_coef,
         value_clip=ppo.value_clip,
+        with_logp=config.rollout.exact_logprobs,
     )
     roles = _policy_roles(config, shape, ppo.optimizer, terms.drafters)
     roles["value"] = Role(scalar_head(shape), ppo.value_optimizer)

@@ -22,6 +22,8 @@ NORM_MEMORY = 0.95  # weight of the past in the running mean of the gradient's n
 SLOW_MEMORY = 0.999  # and after a norm far below it
 NO_GRADIENT = 1e-4  # a norm below it, as of equal rewards, is rounding: no mean begins with it
 
+EACH = "each/"  # begins the names of what is not summed over microbatches
+
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
@@ -32,7 +34,8 @@ class Objective(NamedTuple):
     prepare(batch, step): sees the whole update [A, b, ...] and normalises its weights, so that denominators are
         global: over all microbatches and all devices.
     loss(params, microbatch): the microbatch's share of the loss and of each metric; the shares add up. A metric whose
-        name ends in "_max" is the largest of the microbatches' instead.
+        name ends in "_max" is the largest of the microbatches' instead; one whose name begins with "each/" is not
+        summed: it comes back as [A, ...].
     """
 
     prepare: Callable[[Batch, jax.Array], Batch]
@@ -52,8 +55,9 @@ def make_update(
     spike_factor: float = 0.0,
     precision: Precision = FLOAT32,
 ) -> Program:
-    """update(state, batch, progress, frozen=None) -> (state, metrics). Arrays are [A, b, ...]; progress in [0, 1] sets
-    the rates; `frozen` are models that the loss sees beside those that it trains.
+    """update(state, batch, progress, frozen=None, dry=None) -> (state, metrics). Arrays are [A, b, ...]; progress in
+    [0, 1] sets the rates; `frozen` are models that the loss sees beside those that it trains. Where `dry` is given and
+    true the state comes back as it was: the metrics are what that program makes of the batch, bit for bit.
 
     An update whose loss or gradients are not finite, or whose `train/grad_norm` is more than `spike_factor` (0: any)
     times its running mean, changes neither parameters nor optimisers; `train/skipped` is then 1. With a loss scale,
@@ -68,7 +72,11 @@ def make_update(
     main = "policy" if "policy" in roles else next(iter(roles))
 
     def update(
-        state: TrainState, batch: Batch, progress: jax.Array, frozen: dict[str, Any] | None = None
+        state: TrainState,
+        batch: Batch,
+        progress: jax.Array,
+        frozen: dict[str, Any] | None = None,
+        dry: jax.Array | None = None,
     ) -> tuple[TrainState, Metrics]:
         batch = objective.prepare(batch, state.step)
         weights = {name: compute_weights(state.params[name], specs[name], precision) for name in roles}
@@ -95,7 +103,8 @@ def make_update(
             loss_scale = jax.tree.map(partial(jnp.where, finite), loss_scale, state.loss_scale)
             metrics["train/skipped"] *= 1.0 - overflow
             metrics |= {"train/overflow": 1.0 * overflow, "train/loss_scale": jnp.asarray(state.loss_scale.scale)}
-        return TrainState(state.step + 1, params, opt, usual_norm, loss_scale), metrics
+        new = TrainState(state.step + 1, params, opt, usual_norm, loss_scale)
+        return (new if dry is None else jax.tree.map(partial(jnp.where, dry), state, new)), metrics
 
     compiled = jax.jit(update, donate_argnums=0, out_shardings=(state_shardings(roles, mesh, precision), None))
     return Program("update", compiled, mesh, varies=1)
@@ -129,16 +138,23 @@ def _gradients(
 
     first = {name: array[0] for name, array in batch.items()}
     if next(iter(batch.values())).shape[0] == 1:
-        return one(first)
+        grads, metrics, after = one(first)
+        return grads, {n: value[None] if n.startswith(EACH) else value for n, value in metrics.items()}, after
     grads, metrics, _ = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(one, first))
-    start = {name: value - jnp.inf if name.endswith("_max") else value for name, value in metrics.items()}
+    start = {name: value - jnp.inf if name.endswith("_max") else value for name, value in _summed(metrics).items()}
 
     def add(total, microbatch):
         grads, metrics, after = one(microbatch)
         combined = {
             name: (jnp.maximum if name.endswith("_max") else jnp.add)(total[1][name], value)
-            for name, value in metrics.items()
+            for name, value in _summed(metrics).items()
         }
-        return (jax.tree.map(jnp.add, total[0], grads), combined, lowered_once(scale, total[2], after)), None
+        each = {name: value for name, value in metrics.items() if name.startswith(EACH)}
+        return (jax.tree.map(jnp.add, total[0], grads), combined, lowered_once(scale, total[2], after)), each
 
-    return jax.lax.scan(add, (grads, start, scale), batch)[0]
+    (grads, combined, scale), each = jax.lax.scan(add, (grads, start, scale), batch)
+    return grads, {**combined, **each}, scale
+
+
+def _summed(metrics: Metrics) -> Metrics:
+    return {name: value for name, value in metrics.items() if not name.startswith(EACH)}
