@@ -77,13 +77,14 @@ def _compare(
     """({variant: figures}, {variant: ratio to off, and its interval}) after `rounds` rounds of all in turn."""
     draws: Draws = "sampled" if temperature else "greedy"
     config, models, prompts, longest = subject.config, subject.models, subject.prompts, subject.longest_prompt
+    pools = config.speculation.pool_sizes
     engines = {
         name: code_model.engine(
-            config, models, controller, batch, options.new, options.verification, draws, max_prompt=longest
+            config, models, controller, batch, options.new, options.verification, draws, longest, sizes=pools
         )
         for name, controller in _variants(subject.drafters, options.lengths, options.controllers)
     }
-    count = max(options.sequences, 2 * batch)
+    count = max(options.sequences, 4 * batch)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     rollouts: dict[str, list[Rollout]] = {name: [] for name in engines}
     views = {name: engine.view(models.policy, models.exit, models.eagle) for name, engine in engines.items()}
@@ -110,7 +111,8 @@ def _compare(
     fixed = [name for name in engines if not name.startswith(AUTO)]
     best = max(fixed, key=lambda name: ratios[name]["ratio"])
     for name in engines.keys() - fixed:
-        table = {(row["drafter"], row["draft_length"]): row["tokens_per_second"] for row in values[name]["table"]}
+        rows = [row for row in values[name]["table"] if row["size"] == engines[name].slots]
+        table = {(row["drafter"], row["draft_length"]): row["tokens_per_second"] for row in rows}
         values[name]["best_fixed"], values[name]["to_best_fixed"] = best, paired(speeds[name], speeds[best])
         values[name]["predicted_to_off"] = max(table.values()) / table[OFF.drafter, 0]
     return values, ratios
@@ -168,7 +170,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="draft lengths")
     parser.add_argument("--verification", default="block", choices=list(VERIFIERS))
     parser.add_argument("--rounds", type=int, default=5, help="in which all variants take turns")
-    parser.add_argument("--sequences", type=int, default=4, help="of a round, at least; two batches at least")
+    parser.add_argument("--sequences", type=int, default=4, help="of a round, at least; four batches at least")
     parser.add_argument("--no-transformers", action="store_true", help="leave the extra `parity` out")
     parser.add_argument("--quick", action="store_true", help="batch 4, 2 rounds")
     parser.add_argument("--json", metavar="FILE", help="write the last line there too")

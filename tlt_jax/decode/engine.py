@@ -195,22 +195,22 @@ class Engine:
 
     def _measure(self, view: DecodeView, size: int) -> None:
         """Times each choice's rounds on made-up sequences, in turns, so that what else the machine does hits all alike.
-        A first turn says how many rounds are long enough: as many as a block may have, of those that take little, for a
-        block's start is a part of what they cost."""
+        A program's first run tells nothing. The second says how many rounds are long enough: as many as a block may
+        have, of those that take little, for a block's start is a part of what they cost."""
         made_up = Request(np.zeros(1, np.int32), self.max_new, 0, float(self.rules.draws != "greedy"), ends=())
         admission = self._admission(size, size, [(slot, made_up) for slot in range(size)])
         state = self._prefill(view, self._empty(size), put(admission, self._row))
         rounds = dict.fromkeys(self.blocks, 1)
-        for turn in range(1 + Seen.KNOWN):
+        for turn in range(2 + Seen.KNOWN):
             for choice, block in self.blocks.items():
                 jax.block_until_ready(state)
                 start, most = time.perf_counter(), np.int32(rounds[choice])
                 state, stats = block(view, state, Patience(most, most, np.int32(0)))
                 done, stats = to_host((state.done_B, stats))
                 seconds = time.perf_counter() - start
-                if turn == 0:
+                if turn == 1:
                     rounds[choice] = self._led(min(max(int(TIMED / seconds), 1), LONG * self._verifies))
-                else:
+                elif turn > 1:
                     self.controller.time(size, choice, seconds / int(stats.rounds))
                 if done.any():
                     state = self._prefill(view, state, put(admission, self._row))
