@@ -60,11 +60,11 @@ class CostTable(Controller):
     kept by position. The engine measures the costs at the start (`Engine.warm_up`); a choice without is tried first,
     `Seen.KNOWN` times, since the first time of a program can be four times as slow as those after it.
 
-    Of the drafts, the best case is believed (an upper confidence bound, Auer et al. 2002), so that a drafter is tried
-    until it is known well enough, and not at all if it could not be the best with all drafts kept. Now and then a
+    Of drafts and times the best case is believed (an upper confidence bound, Auer et al. 2002), so that a choice is
+    tried until it is known well enough, and not at all if it could not be the best with all drafts kept. Now and then a
     choice that could be is taken again, the one that was not for longest."""
 
-    DOUBT = 1.0  # standard errors above what was seen of the drafts that were kept
+    DOUBT = 1.0  # standard errors above what was seen
     AGAIN = 64  # blocks between two looks at a choice that is not the best
 
     def choose(self, size: int) -> Choice:

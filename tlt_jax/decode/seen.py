@@ -38,6 +38,7 @@ class Seen:
     HALF = 20_000.0  # rounds of a sequence after which what was seen counts half
     ALIKE = 8.0  # rounds of one sequence, much alike, that tell as much as one of each of many
     GOOD = 0.9  # the chance with which a good drafter's draft is kept
+    NOISE = 0.3  # standard deviation of a block's time, as a share of it, on a machine that is not ours alone
 
     def __init__(self) -> None:
         self.seconds: dict[Key, deque[float]] = {}  # in units of the pace
@@ -103,8 +104,12 @@ class Seen:
         return self.kept.get(drafter, np.zeros(0)) / np.maximum(self.offered.get(drafter, np.zeros(0)), 1.0)
 
     def speed(self, key: Key, doubt: float = 0.0) -> float:
-        """Expected tokens a second of one sequence, other things equal; what is not measured has none."""
-        return self.tokens(key[1], doubt) / self.round_seconds(key) if key in self.seconds else 0.0
+        """Expected tokens a second of one sequence, other things equal; what is not measured has none. With `doubt`, in
+        the best case: so many standard errors above what was seen, of drafts and times."""
+        if key not in self.seconds:
+            return 0.0
+        fastest = 1.0 - min(doubt * self.NOISE / len(self.seconds[key]) ** 0.5, 0.5)
+        return self.tokens(key[1], doubt) / (fastest * self.round_seconds(key))
 
     def table(self) -> list[dict[str, Any]]:
         rounds = max(sum(self.chosen.values()), 1)
