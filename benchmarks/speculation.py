@@ -84,7 +84,7 @@ def _compare(
         )
         for name, controller in _variants(subject.drafters, options.lengths, options.controllers)
     }
-    count = max(options.sequences, 4 * batch)
+    count = max(options.sequences, options.turns * batch)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     rollouts: dict[str, list[Rollout]] = {name: [] for name in engines}
     views = {name: engine.view(models.policy, models.exit, models.eagle) for name, engine in engines.items()}
@@ -170,7 +170,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="draft lengths")
     parser.add_argument("--verification", default="block", choices=list(VERIFIERS))
     parser.add_argument("--rounds", type=int, default=5, help="in which all variants take turns")
-    parser.add_argument("--sequences", type=int, default=4, help="of a round, at least; four batches at least")
+    parser.add_argument("--sequences", type=int, default=4, help="of a round, at least")
+    parser.add_argument(
+        "--turns", type=int, default=4, help="batches of a round, at least: a queue over refilled slots"
+    )
     parser.add_argument("--no-transformers", action="store_true", help="leave the extra `parity` out")
     parser.add_argument("--quick", action="store_true", help="batch 4, 2 rounds")
     parser.add_argument("--json", metavar="FILE", help="write the last line there too")
