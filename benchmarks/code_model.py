@@ -63,6 +63,7 @@ def engine(
             ngram_history=speculation.ngram_history,
         ),
         block_verifies=speculation.block_verifies,
+        draft_shape=models.draft_model and models.draft_model.shape,
         **options,
     )
 
@@ -77,4 +78,5 @@ def prompts(corpus: Corpus, count: int) -> list[np.ndarray]:
 
 def drafters_of(models: Models) -> list[str]:
     """The drafters that these models have weights for, and those that need none."""
-    return [name for name in DRAFTERS if name != "eagle" or models.eagle is not None]
+    absent = {name for name in ("eagle", "draft_model") if getattr(models, name) is None}
+    return [name for name in DRAFTERS if name not in absent]

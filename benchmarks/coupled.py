@@ -39,7 +39,7 @@ def main() -> None:
     plain, values = None, {}
     for batch, choice in product(options.batch, choices):
         engine = code_model.engine(config, models, Fixed(choice), batch, NEW, "coupled", "sampled")
-        found = engine.run(engine.view(models.policy, models.exit, models.eagle), requests)
+        found = engine.run(engine.view(models.policy, models.exit, models.eagle, models.draft_model), requests)
         plain = plain or found
         name = f"{choice.drafter} {choice.draft_length or ''}".strip() + f", batch {batch}"
         values[name] = _parted(models.policy, plain, found)

@@ -16,12 +16,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from code_model import drafters_of
 from results import report
 
 from tlt_jax.config import Config, load_config
 from tlt_jax.data import prepare
 from tlt_jax.decode.controller import Fixed
-from tlt_jax.decode.drafters import DRAFTERS
 from tlt_jax.decode.engine import Engine, Request
 from tlt_jax.decode.propose import OFF, Choice, Rules
 from tlt_jax.decode.rollout import Rollout, joined, rollout_metrics
@@ -44,7 +44,7 @@ def main() -> None:
         config, model_shape(config.model, corpus.tokenizer.vocab_size), make_mesh(config.device.mesh)
     )
     prompts = corpus.held_out_tasks.prompts[: 32 if options.quick else options.prompts]
-    drafters = [name for name in DRAFTERS if name != "eagle" or models.eagle is not None]
+    drafters = drafters_of(models)
     values: dict[str, dict] = {}
     for temperature in (0.0, 1.0):
         draws: Draws = "sampled" if temperature else "greedy"
@@ -97,6 +97,7 @@ def _engine(config: Config, models: Models, drafter: str, draws: Draws, eos: int
         ),
         dtype=compute_dtype(config.device),
         block_verifies=speculation.block_verifies,
+        draft_shape=models.draft_model and models.draft_model.shape,
     )
 
 
@@ -118,7 +119,7 @@ def _interleaved(
                 Request(prompt, config.data.tasks.max_completion_tokens, 1_000_000 * repeat + i, temperature)
                 for i, prompt in enumerate(prompts)
             ]
-            view = engine.view(models.policy, models.exit, models.eagle)
+            view = engine.view(models.policy, models.exit, models.eagle, models.draft_model)
             start = time.perf_counter()
             rollout = engine.run(view, requests)
             if repeat:

@@ -87,7 +87,10 @@ def _compare(
     count = max(options.sequences, options.turns * batch)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     rollouts: dict[str, list[Rollout]] = {name: [] for name in engines}
-    views = {name: engine.view(models.policy, models.exit, models.eagle) for name, engine in engines.items()}
+    views = {
+        name: engine.view(models.policy, models.exit, models.eagle, models.draft_model)
+        for name, engine in engines.items()
+    }
     for name, engine in engines.items():
         engine.warm_up(views[name])
     for round in range(options.rounds + 1):  # the first is not counted: pages and caches get warm, controllers learn

@@ -44,7 +44,10 @@ def main() -> None:
             ("slots, auto", CostTable(choices), 3),
         )
     }
-    views = {name: engine.view(models.policy, models.exit, models.eagle) for name, engine in engines.items()}
+    views = {
+        name: engine.view(models.policy, models.exit, models.eagle, models.draft_model)
+        for name, engine in engines.items()
+    }
     for name, engine in engines.items():
         engine.warm_up(views[name])
     speeds: dict[str, list[float]] = {name: [] for name in engines}

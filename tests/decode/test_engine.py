@@ -251,14 +251,17 @@ WIDE = ModelShape(
 )
 
 
-@pytest.mark.parametrize("drafter", ["shallow", "eagle", "off"])
+@pytest.mark.parametrize("drafter", ["shallow", "eagle", "draft_model", "off"])
 def test_a_decode_blocks_temporaries_are_a_small_share_of_the_weights(drafter):
     def abstract(build):
         return build(Declare(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32)))
 
-    transformer, exit, eagle = (abstract(partial(build, WIDE)) for build in (Transformer, ShallowExit, Eagle))
-    view = jax.eval_shape(partial(decode_view, dtype=jnp.float32, length=16), transformer, exit, eagle)
-    slots = jax.eval_shape(partial(empty_slots, WIDE, 2, 16, 1, Rules(), jnp.float32, True))
+    small = tiny.draft_shape(WIDE)
+    models = (abstract(partial(build, WIDE)) for build in (Transformer, ShallowExit, Eagle))
+    draft = abstract(partial(Transformer, small))
+    view = jax.eval_shape(partial(decode_view, dtype=jnp.float32, length=16), *models, draft)
+    own = {"eagle": replace(WIDE, layers=1), "draft_model": small}
+    slots = jax.eval_shape(partial(empty_slots, WIDE, 2, 16, 1, Rules(), jnp.float32, own))
     choice = OFF if drafter == "off" else Choice(drafter, G)
     block = jax.jit(partial(decode_block, choice=choice, rules=Rules()), donate_argnums=1)
     temporaries = block.lower(view, slots, Patience(8, 8, 0)).compile().memory_analysis().temp_size_in_bytes

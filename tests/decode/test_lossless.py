@@ -39,6 +39,7 @@ SAMPLES = 1500
 MODEL = tiny.transformer(SHAPE, seed=6, scale=2.0)
 EXIT = tiny.shallow_exit(SHAPE, seed=6, scale=2.0)
 EAGLE = tiny.eagle(SHAPE, seed=6, scale=2.0)
+DRAFT = tiny.transformer(tiny.draft_shape(SHAPE), seed=7, scale=2.0)
 
 
 def sample(choice: Choice, settings: list[Setting], rules: Rules, samples: int, sizes: int):
@@ -62,8 +63,9 @@ def sample(choice: Choice, settings: list[Setting], rules: Rules, samples: int, 
         rules=rules,
         block_verifies=2,
         sizes=sizes,
+        draft_shape=DRAFT.shape,
     )
-    return cells, order, length, engine.run(engine.view(MODEL, EXIT, EAGLE), requests)
+    return cells, order, length, engine.run(engine.view(MODEL, EXIT, EAGLE, DRAFT), requests)
 
 
 def cell_p_values(
@@ -122,7 +124,7 @@ def test_they_are_with_drafts_of_every_length(verification):
 def check(verification: str, by_length: dict[int, list[Setting]]) -> None:
     p_values = cell_p_values(OFF, FILTERED, verification)
     for draft_length, settings in by_length.items():
-        for drafter in ("shallow", "eagle", "ngram"):
+        for drafter in ("shallow", "eagle", "draft_model", "ngram"):
             p_values += cell_p_values(Choice(drafter, draft_length), settings, verification)
     assert not holm_rejects(p_values), f"smallest of {len(p_values)} p-values: {min(p_values):.2e}"
 

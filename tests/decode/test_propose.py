@@ -12,7 +12,7 @@ from tlt_jax.decode.sampling import SamplingParams
 from tlt_jax.models.decode_view import decode_view
 
 LENGTH = 14
-VIEW = decode_view(tiny.transformer(), tiny.shallow_exit(), None, jnp.float32, 64)
+VIEW = decode_view(tiny.transformer(), tiny.shallow_exit(), None, None, jnp.float32, 64)
 
 # name: (known tokens, drafts of at most 3 with suffixes of 2 to 4)
 TABLE = {
@@ -48,7 +48,7 @@ def proposals(
         ones,
         sources or empty,
         None,
-        None,
+        {},
     )
     proposal = jax.jit(propose_ngram, static_argnums=(2, 3))(VIEW, context, Choice("ngram", length), rules)
     assert proposal.q_BGV is None

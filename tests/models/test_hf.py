@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from tlt_jax.config import ConfigError
 from tlt_jax.models.eagle import Eagle
 from tlt_jax.models.heads import ShallowExit
-from tlt_jax.models.hf import export, read_drafters, read_exit, read_shape, read_weights
+from tlt_jax.models.hf import DRAFT_MODEL, export, read_drafters, read_exit, read_shape, read_weights
 from tlt_jax.text import load_tokenizer, train_tokenizer
 
 
@@ -119,6 +119,24 @@ def test_drafters_round_trip(tmp_path, shape, numpy_weights, which):
         read_drafters(tmp_path / "m", shape(width=25))
 
 
+def test_draft_model_round_trip(tmp_path, shape, numpy_weights):
+    """It lies within, a whole directory with the same tokenizer; the next export replaces it, or leaves it out."""
+    tokenizer, whole = train_tokenizer(["one two three"] * 5, 258), tmp_path / "m"
+    s = shape(vocab=264)
+    draft = shape(vocab=264, width=16, layers=1, exit_layer=0, exit_rank=0)
+    export(whole, s, numpy_weights(s), {}, tokenizer, 77, draft_model=(draft, numpy_weights(draft, seed=3)))
+    assert_same(read_weights(whole, s), numpy_weights(s))
+    assert read_shape(whole / DRAFT_MODEL, 0, 0) == draft
+    assert_same(read_weights(whole / DRAFT_MODEL, draft), numpy_weights(draft, seed=3))
+    assert load_tokenizer(whole / DRAFT_MODEL).encode("two one") == tokenizer.encode("two one")
+    (whole / DRAFT_MODEL / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"holds draft_model/notes.txt, which no export writes"):
+        export(whole, s, numpy_weights(s), {}, None, 77)
+    (whole / DRAFT_MODEL / "notes.txt").unlink()
+    export(whole, s, numpy_weights(s), {}, None, 77)
+    assert not (whole / DRAFT_MODEL).exists()
+
+
 def test_no_drafter(exported):
     folder, s, _ = exported()
     assert read_exit(folder) is None
@@ -197,7 +215,7 @@ def test_config_that_is_not_supported(exported, changes, message):
     assert str(folder / "config.json") in str(error.value)
 
 
-@pytest.mark.parametrize("exit_layer", [0, 3])
+@pytest.mark.parametrize("exit_layer", [3, 4])
 def test_exit_beyond_the_layers(exported, exit_layer):
     with pytest.raises(ConfigError, match=f"`model.exit_layer` is {exit_layer}; expected 1 to 2"):
         read_shape(exported()[0], exit_layer, 4)

@@ -119,7 +119,7 @@ def test_the_cache_gives_what_a_whole_pass_gives(shape, random_module, tied):
     model = random_module(s)
     tokens = np.stack(tokens_of(6, 6))
     expected_logits, _, expected = whole(model, tokens)
-    view = decode_view(model, None, None, jnp.float32, 9)
+    view = decode_view(model, None, None, None, jnp.float32, 9)
     found = fed_in_pieces(view, empty_cache(s, 2, 9, jnp.float32), tokens, (1, 3, 2))
     np.testing.assert_allclose(found, expected, atol=1e-5)
     np.testing.assert_allclose(logits(view, found), expected_logits, atol=1e-5)
@@ -128,7 +128,7 @@ def test_the_cache_gives_what_a_whole_pass_gives(shape, random_module, tied):
 def test_stale_cache_entries_have_no_influence(shape, random_module):
     s = shape()
     model = random_module(s)
-    view = decode_view(model, None, None, jnp.float32, 9)
+    view = decode_view(model, None, None, None, jnp.float32, 9)
     tokens = np.stack(tokens_of(6, 6))
     rng = np.random.default_rng(0)
     empty = empty_cache(s, 2, 9, jnp.float32)
@@ -140,7 +140,7 @@ def test_stale_cache_entries_have_no_influence(shape, random_module):
 def test_slots_stand_at_positions_of_their_own(shape, random_module):
     s = shape()
     model = random_module(s)
-    view = decode_view(model, None, None, jnp.float32, 9)
+    view = decode_view(model, None, None, None, jnp.float32, 9)
     tokens = np.stack(tokens_of(7, 7))
     start = jnp.broadcast_to(jnp.arange(5), (2, 5))
     _, cache = feed(view, empty_cache(s, 2, 9, jnp.float32), tokens[:, :5], start)
@@ -154,7 +154,7 @@ def test_slots_stand_at_positions_of_their_own(shape, random_module):
 
 def test_nothing_is_written_beyond_the_cache(shape, random_module):
     s = shape()
-    view = decode_view(random_module(s), None, None, jnp.float32, 9)
+    view = decode_view(random_module(s), None, None, None, jnp.float32, 9)
     cache = empty_cache(s, 1, 4, jnp.float32)
     _, after = feed(view, cache, jnp.array([[1, 2, 3]]), jnp.array([[3, 4, 5]]))
     for layer in after:

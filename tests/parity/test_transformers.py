@@ -1,6 +1,7 @@
 """Our import, export and decoding against transformers: logits, keys, tokenizers and greedy completions."""
 
 import json
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ from tlt_jax.decode.controller import Fixed  # noqa: E402
 from tlt_jax.decode.engine import Engine, Request  # noqa: E402
 from tlt_jax.decode.propose import OFF, Choice  # noqa: E402
 from tlt_jax.models.heads import ShallowExit  # noqa: E402
-from tlt_jax.models.hf import export, read_shape, read_weights  # noqa: E402
+from tlt_jax.models.hf import DRAFT_MODEL, export, read_shape, read_weights  # noqa: E402
 from tlt_jax.models.transformer import ModelShape  # noqa: E402
 from tlt_jax.text import load_tokenizer, train_tokenizer  # noqa: E402
 
@@ -88,6 +89,21 @@ def test_an_exported_model_gives_the_same_logits(exported, as_module, our_logits
     assert (theirs.get_output_embeddings().weight is theirs.get_input_embeddings().weight) == s.tied
     ids = np.random.default_rng(0).integers(0, s.vocab, 100).tolist()
     record_difference(record_property, our_logits(as_module(s, weights), ids), their_logits(theirs, ids), 1e-4)
+
+
+def test_an_exported_draft_model_assists_in_transformers(exported, random_arrays, as_module, our_logits):
+    """Its logits are ours, and their assisted greedy decoding with it gives the tokens of their plain one."""
+    folder, s, weights, tokenizer, _ = exported
+    draft = replace(s, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, hidden=24, exit_layer=0, exit_rank=0)
+    arrays = random_arrays(draft, seed=2)
+    export(folder, s, weights, {}, tokenizer, 256, draft_model=(draft, arrays))
+    theirs, assistant = their_model(folder), their_model(folder / DRAFT_MODEL)
+    ids = np.random.default_rng(0).integers(0, s.vocab, 100).tolist()
+    np.testing.assert_allclose(our_logits(as_module(draft, arrays), ids), their_logits(assistant, ids), atol=1e-4)
+    prompt = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(TEXTS[0])]])
+    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": NEW}
+    plain = theirs.generate(prompt, **options)
+    np.testing.assert_array_equal(theirs.generate(prompt, assistant_model=assistant, **options), plain)
 
 
 def test_what_transformers_saves_comes_back(exported, tmp_path):

@@ -1,6 +1,7 @@
 """The drafters in a run: trained, chosen among, kept in checkpoints and exports, and gone on with."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from tlt_jax.config import ConfigError, load_config
 from tlt_jax.data import PackedRows
 from tlt_jax.models.declare import flatten
 from tlt_jax.stages.distill import text_prompts
-from tlt_jax.stages.models import initial_models, model_shape, saved_models
+from tlt_jax.stages.models import initial_models, model_shape, saved_models, with_drafters
 from tlt_jax.stages.pipeline import run_all
 from tlt_jax.stages.training import distill_training, group_policy_training, ppo_training
 
@@ -24,6 +25,8 @@ AUTO = [
     "speculation.auto_draft_lengths=[2]",
     "speculation.eagle_drafts=1",
 ]
+
+DRAFT = ["speculation.drafter=draft_model", "speculation.draft_model.width=16", "speculation.draft_model.hidden=24"]
 
 
 def config(folder: Path, *overrides: str):
@@ -98,6 +101,57 @@ def test_distillation_goes_on_in_the_same_run_directory(pretrained):
     assert sum(key["chosen"] for key in found["keys"]) > found["blocks"]  # rounds, those of pretraining among them
 
 
+@pytest.fixture(scope="module")
+def distilled(pretrained, tmp_path_factory):
+    """(a folder in which a draft model was distilled from the pretrained policy, the result)."""
+    source, folder = pretrained[0] / "runs/tiny", tmp_path_factory.mktemp("draft_model")
+    options = [f"model.init_from={source}", "stages=[distill]", "budget.total=2", "distill.prompts=8"]
+    return folder, run_all(config(folder, *DRAFT, *options))
+
+
+def test_a_draft_model_is_distilled_from_the_policy(pretrained, distilled):
+    folder, result = distilled
+    assert arrays(result.models.policy) == arrays(pretrained[1].models.policy)
+    fresh = initial_models(config(folder, *DRAFT), result.models.policy.shape, tiny.mesh()).draft_model
+    trained = arrays(result.models.draft_model)
+    assert all(a != b for a, b in zip(arrays(fresh).values(), trained.values(), strict=True))
+    rows = [json.loads(line) for line in (folder / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
+    for row in rows:
+        assert np.isfinite(row["train/draft_model_loss"]) and 0 < row["train/draft_model_acceptance"] < 1
+        assert 0 <= row["rollout/logprob_abs_diff_max"] < 1e-4
+    (phase,) = result.phases
+    assert phase["after"]["rollout/draft_length"] > 0
+
+
+def test_checkpoint_and_export_hold_the_draft_model(distilled):
+    folder, result = distilled
+    expected, vocab = arrays(result.models.draft_model), result.models.policy.shape.vocab
+    run, export = folder / "runs/tiny", folder / "runs/tiny/export"
+    assert arrays(saved_models(run, tiny.mesh()).draft_model) == expected
+    for options in (
+        [f"model.init_from={run}"],
+        [f"model.init_from={export}"],
+        [f"model.init_from={export}", f"speculation.draft_model.init_from={export}/draft_model"],
+        [f"speculation.draft_model.init_from={export}/draft_model"],
+    ):
+        again = config(folder, *DRAFT, *options)
+        shape = model_shape(again.model, vocab)
+        assert arrays(initial_models(again, shape, tiny.mesh()).draft_model) == expected
+    without = config(folder, f"model.init_from={run}")
+    assert initial_models(without, shape, tiny.mesh()).draft_model is None
+
+
+def test_a_draft_model_that_does_not_fit_is_refused(distilled):
+    folder, result = distilled
+    draft = f"speculation.draft_model.init_from={folder}/runs/tiny/export/draft_model"
+    other = replace(result.models.policy.shape, vocab=700)
+    with pytest.raises(ConfigError, match=r"`speculation.draft_model` has a vocabulary of 512; expected .* 700"):
+        initial_models(config(folder, *DRAFT, draft), other, tiny.mesh())
+    with pytest.raises(ConfigError, match=r"`speculation.draft_model` asks for .*layers=1.*; expected .*layers=2"):
+        with_drafters(config(folder, *DRAFT, "speculation.draft_model.layers=1"), result.models, tiny.mesh())
+
+
 def test_a_stage_trains_the_drafters_that_the_config_says(tmp_path):
     shape = tiny.SHAPE
     trained = {
@@ -108,6 +162,8 @@ def test_a_stage_trains_the_drafters_that_the_config_says(tmp_path):
             (distill_training, ["speculation.drafter=auto"]),
         ]
     }
+    only = distill_training(config(tmp_path, *DRAFT), shape, tiny.mesh())
+    assert set(only.roles) == {"draft_model"}
     assert trained == {
         "group_policy_training": {"policy", "exit"},
         "ppo_training": {"policy", "exit", "eagle", "value"},

@@ -4,9 +4,11 @@ memory plan counts as many. What the phases compute is left out."""
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny
@@ -16,6 +18,7 @@ from tlt_jax.config import load_config
 from tlt_jax.decode.loop import empty_slots
 from tlt_jax.decode.propose import Rules
 from tlt_jax.models.declare import flatten
+from tlt_jax.models.decode_view import empty_cache
 from tlt_jax.stages import insight
 from tlt_jax.stages.align import PPO
 from tlt_jax.stages.distill import Distill
@@ -179,9 +182,22 @@ def test_the_plan_counts_what_eagle_keeps(folder):
     shape, float32, settings = tiny.SHAPE, np.dtype("float32"), config(folder, "plan", *eagle)
     tasks = settings.data.tasks
     length = tasks.max_prompt_tokens + tasks.max_completion_tokens
-    slots = jax.eval_shape(
-        lambda: empty_slots(shape, settings.speculation.slots, length, 1, Rules(), float32, with_eagle=True)
-    )
-    kept = sum(array.size for array in jax.tree.leaves((slots.states_BTE, slots.eagle.layers)))
+    own = {"eagle": replace(shape, layers=1)}
+    slots = jax.eval_shape(lambda: empty_slots(shape, settings.speculation.slots, length, 1, Rules(), float32, own))
+    kept = sum(array.size for array in jax.tree.leaves((slots.states_BTE, slots.draft_caches["eagle"].layers)))
     weights = sum(array.size for array in jax.tree.leaves(abstract_models(shape, tiny.mesh(), True).eagle))
     assert memory(settings, shape, tiny.mesh(), float32)["eagle"] == 4 * (kept + 5 * weights)
+
+
+@pytest.mark.parametrize(("stages", "copies"), [("[pretrain]", 1), ("[pretrain, distill]", 4)])
+def test_the_plan_counts_what_a_draft_model_keeps(folder, stages, copies):
+    """Weights, where it is trained gradients and two moments, the view's weights with a head, each slot's cache."""
+    options = ["speculation.drafter=draft_model", "speculation.optimizer.name=adamw", f"stages={stages}"]
+    settings, draft, mesh = config(folder, "plan", *options), tiny.draft_shape(), tiny.mesh()
+    tasks = settings.data.tasks
+    length = tasks.max_prompt_tokens + tasks.max_completion_tokens
+    cache = jax.eval_shape(lambda: empty_cache(draft, settings.speculation.slots, length, jnp.float32))
+    weights = sum(a.size for a in jax.tree.leaves(abstract_models(tiny.SHAPE, mesh, False, draft).draft_model))
+    viewed = weights + draft.vocab * draft.width
+    expected = 4 * (copies * weights + viewed + sum(a.size for a in jax.tree.leaves(cache)))
+    assert memory(settings, tiny.SHAPE, mesh, np.dtype("float32"), draft)["draft model"] == expected

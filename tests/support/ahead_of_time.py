@@ -59,7 +59,7 @@ def decoding(config: Config, mesh: Mesh, vocab: int) -> dict[str, Any]:
     of = config.pretrain.optimizer
     models = (Role(build(shape), of).abstract() for build in (transformer, shallow_exit))
     view = jax.eval_shape(
-        lambda model, exit: decode_view(model, exit, None, dtype, engine.max_prompt + engine.max_new), *models
+        lambda model, exit: decode_view(model, exit, None, None, dtype, engine.max_prompt + engine.max_new), *models
     )
     compiled = engine.lower_block(abstract(view, view_shardings(shape, mesh))).compile()
     slots = compiled.input_shardings[0][1]

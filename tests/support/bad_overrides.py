@@ -72,9 +72,12 @@ OVERRIDES = {
     "speculation.drafter=shalow": [
         "`speculation.drafter`",
         "'shalow'",
-        "shallow, eagle, ngram, off",
+        "shallow, eagle, draft_model, ngram, off",
         "did you mean 'shallow'",
     ],
+    "speculation.draft_model.kv_heads=3": ["`speculation.draft_model`", "kv_heads (3)", "heads (2)"],
+    "speculation.draft_model.width=65": ["`speculation.draft_model`", "width (65)", "heads (2)"],
+    "speculation.draft_model.init_from=''": ["`speculation.draft_model.init_from`", "''", "a path"],
     "pretrain.optimizer.name=adam": [
         "`pretrain.optimizer.name`",
         "'adam'",

@@ -1,5 +1,7 @@
 """Tiny models and meshes that the tests share."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -40,6 +42,11 @@ def shallow_exit(shape: ModelShape = SHAPE, seed: int = 1, scale: float = 1.0) -
 
 def eagle(shape: ModelShape = SHAPE, seed: int = 1, scale: float = 1.0) -> Eagle:
     return random_module(lambda d: Eagle(shape, d), seed, scale)
+
+
+def draft_shape(shape: ModelShape = SHAPE) -> ModelShape:
+    """The shape of a draft model for a model of `shape`."""
+    return replace(shape, width=8, layers=2, heads=2, kv_heads=1, head_dim=4, hidden=16, exit_layer=0, exit_rank=0)
 
 
 def with_scaled(module: nnx.Module, path: str, scale: float) -> nnx.Module:

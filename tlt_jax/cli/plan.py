@@ -9,7 +9,7 @@ from tlt_jax.parallel.mesh import MESH_AXES, make_mesh, mesh_shape
 from tlt_jax.stages.budget import Spent, phase_budget, spent
 from tlt_jax.stages.facts import verification_in_words
 from tlt_jax.stages.memory import in_words, memory, parameters
-from tlt_jax.stages.models import model_shape, tokenizer_path, transformer
+from tlt_jax.stages.models import draft_shape, model_shape, tokenizer_path, transformer
 from tlt_jax.stages.run import check_batches
 from tlt_jax.text import load_tokenizer
 
@@ -25,9 +25,12 @@ def print_plan(config: Config) -> None:
     path = config.data.tokenizer.path or tokenizer_path(config.model)
     vocab = load_tokenizer(path).vocab_size if path else config.data.tokenizer.vocab_size
     shape = model_shape(config.model, vocab)
+    draft = draft_shape(config, shape)
     mesh = mesh_shape(config.device.mesh, jax.device_count())
     check_batches(config, mesh[0] * mesh[1])
-    shardings(transformer(shape), make_mesh(config.device.mesh))  # refuses a mesh that does not divide the model
+    whole = make_mesh(config.device.mesh)
+    for each in (shape, *([draft] if draft else [])):
+        shardings(transformer(each), whole)  # refuses a mesh that does not divide the model
     facts = Table(title=f"plan of {config.run.name}", show_header=False, title_justify="left")
     rows = {
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}, mesh "
@@ -36,9 +39,11 @@ def print_plan(config: Config) -> None:
         f"{shape.heads} heads ({shape.kv_heads} kv), vocabulary {shape.vocab}",
         "drafter": f"{config.speculation.drafter}, {config.speculation.draft_length} tokens; "
         f"exit after layer {shape.exit_layer}; verification: {verification_in_words(config.speculation)}",
-        "memory": in_words(memory(config, shape, make_mesh(config.device.mesh), compute_dtype(config.device))),
+        "memory": in_words(memory(config, shape, whole, compute_dtype(config.device), draft)),
         "run directory": f"{config.run.output_dir}/{config.run.name}",
     }
+    if draft:
+        rows["draft model"] = f"{parameters(draft):,} parameters: {draft.layers} layers, {draft.width} wide"
     for name, value in rows.items():
         facts.add_row(name, value)
     CONSOLE.print(facts)

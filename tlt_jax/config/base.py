@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Stage = Literal["pretrain", "finetune", "align", "distill"]  # in the order in which they run
-DraftingName = Literal["shallow", "eagle", "ngram"]
-Drafter = Literal["shallow", "eagle", "ngram", "off", "auto"]
+DraftingName = Literal["shallow", "eagle", "draft_model", "ngram"]
+Drafter = Literal["shallow", "eagle", "draft_model", "ngram", "off", "auto"]
 ControllerName = Literal["cost_table", "bandit", "policy_gradient"]
 Verification = Literal["block", "token", "coupled", "lenient"]
 OptimizerName = Literal["adamw", "lion", "muon"]

@@ -1,5 +1,6 @@
 """Every key of a config: its type, range, unit and default. The whole config is one frozen `Config`."""
 
+from itertools import product
 from typing import Annotated, get_args
 
 from pydantic import Field, model_validator
@@ -37,6 +38,13 @@ from tlt_jax.config.stage_sections import (
 )
 
 
+def _check_heads(width: int, heads: int, kv_heads: int) -> None:
+    if heads % kv_heads:
+        raise ValueError(f"kv_heads ({kv_heads}) must divide heads ({heads})")
+    if width % heads:
+        raise ValueError(f"heads ({heads}) must divide width ({width}): transformers loads no other Llama")
+
+
 class ModelConfig(Section):
     """A decoder-only transformer (Llama's architecture); with init_from, its shape comes from there."""
 
@@ -69,14 +77,29 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _shape(self):
         if self.init_from is None:
-            if self.heads % self.kv_heads:
-                raise ValueError(f"kv_heads ({self.kv_heads}) must divide heads ({self.heads})")
-            if self.width % self.heads:
-                raise ValueError(
-                    f"heads ({self.heads}) must divide width ({self.width}): transformers loads no other Llama"
-                )
+            _check_heads(self.width, self.heads, self.kv_heads)
             if self.exit_layer >= self.layers:
                 raise ValueError(f"exit_layer ({self.exit_layer}) must be below layers ({self.layers})")
+        return self
+
+
+class DraftModelConfig(Section):
+    """The separate small model of the drafter `draft_model`. Without init_from it is the one that `model.init_from`
+    holds, or a fresh one of this shape; the rest of its shape is the model's."""
+
+    init_from: PathText | None = Field(
+        None, description="a Hugging Face directory of the same vocabulary, to take weights and shape from"
+    )
+    width: PositiveInt = Field(64, description="its width")
+    layers: PositiveInt = Field(2, description="its layers")
+    heads: PositiveInt = Field(2, description="its query heads")
+    kv_heads: PositiveInt = Field(2, description="its key/value heads; divides its heads")
+    head_dim: int = Field(32, ge=2, le=LARGEST_INT, multiple_of=2, description="width of one of its heads")
+    hidden: PositiveInt = Field(192, description="hidden units of its gated MLP")
+
+    @model_validator(mode="after")
+    def _shape(self):
+        _check_heads(self.width, self.heads, self.kv_heads)
         return self
 
 
@@ -86,7 +109,7 @@ class SpeculationConfig(Section):
     drafter: Drafter = Field(
         "shallow",
         description="who proposes tokens: the first layers; a layer of its own over the model's last states (eagle);"
-        " n-grams of what was written; nobody; or whom the controller chooses",
+        " a separate small model; n-grams of what was written; nobody; or whom the controller chooses",
     )
     draft_length: int = Field(5, ge=1, le=16, description="tokens proposed before each verification; 5-7 is classical")
     controller: ControllerName = Field(
@@ -132,6 +155,7 @@ class SpeculationConfig(Section):
         3, ge=1, le=8, description="sizes of the pool, each a quarter of the one before, for the last sequences"
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="the drafters' own optimiser, in every stage")
+    draft_model: DraftModelConfig = DraftModelConfig()
     eagle_stages: list[Stage] = Field(
         ["pretrain", "finetune", "align", "distill"],
         description="stages in which eagle is trained, beside the policy or alone (distill)",
@@ -153,6 +177,11 @@ class SpeculationConfig(Section):
     def with_eagle(self) -> bool:
         """Whether an eagle may draft."""
         return "eagle" in self.drafters
+
+    @property
+    def with_draft_model(self) -> bool:
+        """Whether a draft model may draft."""
+        return "draft_model" in self.drafters
 
     @model_validator(mode="after")
     def _order(self):
@@ -237,10 +266,11 @@ class Config(Section):
         _divides("distill.minibatches", self.distill.minibatches, "distill.prompts", self.distill.prompts)
         speculation = self.speculation
         by_eagle = speculation.with_eagle and "distill" in speculation.eagle_stages
-        if "distill" in self.stages and not by_eagle and "shallow" not in speculation.drafters:
+        trained = by_eagle or speculation.with_draft_model or "shallow" in speculation.drafters
+        if "distill" in self.stages and not trained:
             raise ValueError(
                 f"distill would train nothing: speculation.drafter is {speculation.drafter!r}; expected one that"
-                " has weights (shallow, eagle, or auto with either), and eagle_stages with distill"
+                " has weights (shallow, eagle, draft_model, or auto with one of them), and eagle_stages with distill"
             )
         reward = self.align.reward_model
         _divides("align.reward_model.accumulation", reward.accumulation, "batch_size", reward.batch_size)
@@ -249,12 +279,15 @@ class Config(Section):
         return self
 
     def _splits(self) -> None:
-        """Raises ValueError where the mesh's sizes, as far as they are known here, do not divide the model's."""
-        mesh, model, tokenizer = self.device.mesh, self.model, self.data.tokenizer
+        """Raises ValueError where the mesh's sizes, as far as they are known here, do not divide the models'."""
+        mesh, tokenizer, draft = self.device.mesh, self.data.tokenizer, self.speculation.draft_model
+        models: dict[str, ModelConfig | DraftModelConfig] = {"model": self.model}
+        if self.speculation.with_draft_model and draft.init_from is None:
+            models["speculation.draft_model"] = draft
         split = {"tensor": ["heads", "kv_heads", "hidden"], "fsdp": ["width"]}
-        for axis, names in split.items():
+        for (section, model), (axis, names) in product(models.items(), split.items()):
             for name in names if getattr(mesh, axis) > 0 else []:
-                _divides(f"device.mesh.{axis}", getattr(mesh, axis), f"model.{name}", getattr(model, name))
+                _divides(f"device.mesh.{axis}", getattr(mesh, axis), f"{section}.{name}", getattr(model, name))
         if mesh.tensor > 0 and tokenizer.path is None:
             _divides("device.mesh.tensor", mesh.tensor, "data.tokenizer.vocab_size", tokenizer.vocab_size)
 

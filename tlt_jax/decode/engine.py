@@ -85,6 +85,7 @@ class Engine:
     of them); for each, one block for each of the controller's choices, one prefill for each size that it can take in,
     and the way to the next size. `warm_up` compiles them all, and times the blocks. `text` decodes tokens, for requests
     with `stop`. `led` gives every process the number of a choice that the first process has passed to it.
+    `draft_shape`: the draft model's, where it may draft.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Engine:
         most_ends: int = 1,
         text: Callable[[np.ndarray], str] | None = None,
         led: Callable[[int], int] = lambda number: number,
+        draft_shape: ModelShape | None = None,
     ):
         self.mesh, self.max_prompt, self.max_new = mesh, max_prompt, max_new
         # The batch axis is split over the mesh, so a pool is rounded up to its size.
@@ -115,11 +117,14 @@ class Engine:
         self._eos = tuple(eos)
         self._ends = max(most_ends, len(self._eos), 1)
         drafters = {choice.drafter for choice in controller.choices}
-        self._with_eagle = with_eagle = "eagle" in drafters
-        self._slots_lie = slots_lie = slot_shardings(shape, mesh, with_eagle)
+        layers = {"eagle": replace(shape, layers=1), "draft_model": draft_shape}
+        own = {name: s for name, s in layers.items() if name in drafters and s is not None}
+        assert drafters & layers.keys() <= own.keys(), "the draft model's shape is not given"
+        self._own, self._slots_lie = own.keys(), slot_shardings(shape, mesh, own)
+        slots_lie = self._slots_lie
         self._view = jax.jit(
             partial(decode_view, dtype=dtype, length=max_prompt + max_new),
-            out_shardings=view_shardings(shape, mesh, with_eagle),
+            out_shardings=view_shardings(shape, mesh, "eagle" in own, own.get("draft_model")),
         )
         self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=slots_lie)
         self._resized = jax.jit(resized, out_shardings=slots_lie)
@@ -138,7 +143,7 @@ class Engine:
         }
 
         def empty(size: int) -> Slots:
-            return empty_slots(shape, size, max_prompt + max_new, self._ends, rules, dtype, with_eagle)
+            return empty_slots(shape, size, max_prompt + max_new, self._ends, rules, dtype, own)
 
         self._empty = jax.jit(empty, static_argnums=0, out_shardings=slots_lie)
         self._row = batch_sharding(mesh)
@@ -156,11 +161,15 @@ class Engine:
         """Of the latest `run`: drafts that were asked for, a verification of a sequence."""
         return self._asked / max(self._calls, 1)
 
-    def view(self, model: Transformer, exit: ShallowExit, eagle: Eagle | None = None) -> DecodeView:
-        """The decode view of the current parameters, the drafters' too (`eagle` where it may be chosen): make it once
-        an update, and pass it to `admit`, `step`, `run`."""
-        assert eagle is not None or not self._with_eagle
-        return self._view(model, exit, eagle if self._with_eagle else None)
+    def view(
+        self, model: Transformer, exit: ShallowExit, eagle: Eagle | None = None, draft_model: Transformer | None = None
+    ) -> DecodeView:
+        """The decode view of the current parameters, the drafters' too (`eagle` and `draft_model` where they may be
+        chosen): make it once an update, and pass it to `admit`, `step`, `run`."""
+        given = {"eagle": eagle, "draft_model": draft_model}
+        used = {name: module if name in self._own else None for name, module in given.items()}
+        assert all(used[name] is not None for name in self._own)
+        return self._view(model, exit, **used)
 
     @property
     def active(self) -> int:

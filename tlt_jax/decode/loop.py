@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tlt_jax.decode.drafters import DRAFTERS
-from tlt_jax.decode.eagle import caught_up
+from tlt_jax.decode.drafters import DRAFTERS, OWN_LAYERS
+from tlt_jax.decode.own_layers import Known, caught_up, standing
 from tlt_jax.decode.propose import Choice, Context, DraftCache, Proposal, Rules, Sources
 from tlt_jax.decode.sampling import Policy, SamplingParams, likeliest, policy_of, sampling_probs
 from tlt_jax.decode.verify import VERIFIERS, verify_own
@@ -27,10 +27,11 @@ from tlt_jax.models.decode_view import (
     cache_shardings,
     decode_layers,
     embed,
+    emptied,
     empty_cache,
     write_rows,
 )
-from tlt_jax.models.eagle import both_states, known_inputs
+from tlt_jax.models.eagle import both_states
 from tlt_jax.models.transformer import ModelShape, logits
 from tlt_jax.parallel.sharding import batch_sharding
 
@@ -51,7 +52,7 @@ _SLOT_FIELDS = [
     "sources",
     "cache",
     "states_BTE",
-    "eagle",
+    "draft_caches",
 ]
 
 
@@ -60,7 +61,8 @@ _SLOT_FIELDS = [
 class Slots:
     """The pool's state on the device. `limit_B`: the length at which a sequence is cut; `done_B`: free or finished;
     `ends_BE`: the tokens that end it, -1 for none; `states_BTE`: what left the target's exit layer and its last one at
-    each position that is in the cache. That and the cache of `eagle` are None where it never drafts."""
+    each position that is in the cache (None where eagle never drafts); `draft_caches`: of those that may draft with
+    layers of their own."""
 
     tokens_BT: jax.Array
     length_B: jax.Array
@@ -78,11 +80,15 @@ class Slots:
     sources: Sources
     cache: Cache
     states_BTE: jax.Array | None
-    eagle: DraftCache | None
+    draft_caches: dict[str, DraftCache]
+
+
+Own = dict[str, ModelShape]  # of each drafter with layers of its own: their shape
+NO_OWN: Own = {}
 
 
 def empty_slots(
-    shape: ModelShape, slots: int, length: int, ends: int, rules: Rules, dtype: jnp.dtype, with_eagle: bool = False
+    shape: ModelShape, slots: int, length: int, ends: int, rules: Rules, dtype: jnp.dtype, own: Own = NO_OWN
 ) -> Slots:
     """A pool of free slots for sequences of up to `length` tokens, each with up to `ends` tokens that end it."""
     ints, floats = jnp.zeros(slots, jnp.int32), jnp.zeros((slots, length), jnp.float32)
@@ -106,12 +112,12 @@ def empty_slots(
             jnp.zeros((slots, rules.ngram_history), jnp.int32),
         ),
         cache=empty_cache(shape, slots, length, dtype),
-        states_BTE=jnp.zeros((slots, length, 2 * shape.width), dtype) if with_eagle else None,
-        eagle=DraftCache(empty_cache(shape, slots, length, dtype)[:1], ints) if with_eagle else None,
+        states_BTE=jnp.zeros((slots, length, 2 * shape.width), dtype) if "eagle" in own else None,
+        draft_caches={name: DraftCache(empty_cache(s, slots, length, dtype), ints) for name, s in own.items()},
     )
 
 
-def slot_shardings(shape: ModelShape, mesh: Mesh, with_eagle: bool = False) -> Slots:
+def slot_shardings(shape: ModelShape, mesh: Mesh, own: Own = NO_OWN) -> Slots:
     """The pool with a sharding in the place of each array."""
     row = batch_sharding(mesh)
     fields: dict[str, Any] = dict.fromkeys(_SLOT_FIELDS, row)
@@ -120,9 +126,9 @@ def slot_shardings(shape: ModelShape, mesh: Mesh, with_eagle: bool = False) -> S
         | {
             "sampling": SamplingParams(row, row, row, row),
             "sources": Sources(row, row, row),
-            "cache": (cache := cache_shardings(shape, mesh)),
-            "states_BTE": row if with_eagle else None,
-            "eagle": DraftCache(cache[:1], row) if with_eagle else None,  # type: ignore[arg-type]
+            "cache": cache_shardings(shape, mesh),
+            "states_BTE": row if "eagle" in own else None,
+            "draft_caches": {name: DraftCache(cache_shardings(s, mesh), row) for name, s in own.items()},  # type: ignore[arg-type]
         }
     )
 
@@ -151,8 +157,7 @@ def prefill(view: DecodeView, slots: Slots, new: Admission) -> Slots:
     with jax.named_scope("prefill"):
         positions_AP = jnp.broadcast_to(jnp.arange(prompt), (rows, prompt))
         cache = empty_cache(view.shape, rows, prompt, view.embedding.dtype)
-        embedded_APD = embed(view, new.tokens_AP)
-        states_APE, _, cache = run_target(view, cache, embedded_APD, positions_AP)
+        states_APE, _, cache = run_target(view, cache, embed(view, new.tokens_AP), positions_AP)
 
     def put(old: jax.Array, fresh: Any) -> jax.Array:
         return old.at[new.slot_A].set(fresh, mode="drop")
@@ -169,14 +174,12 @@ def prefill(view: DecodeView, slots: Slots, new: Admission) -> Slots:
     def put_cache(old: Cache, fresh: Cache) -> Cache:
         return tuple(map(put_layer, old, fresh))
 
-    eagle = slots.eagle
-    if eagle is not None and view.eagle is not None:
-        before_APE = jnp.pad(states_APE, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-        layers = empty_cache(view.shape, rows, prompt, view.embedding.dtype)[:1]
-        x_eagle_APD = known_inputs(view.eagle, before_APE, embedded_APD)
-        _, layers = decode_layers(view, (view.eagle.layer,), layers, x_eagle_APD, positions_AP)
-        # The newest token is fed again: what leaves the layer there is what drafting begins with.
-        eagle = DraftCache(put_cache(eagle.layers, layers), put(eagle.fed_B, new.length_A - 1))
+    known = Known(new.tokens_AP, states_APE)
+    draft_caches = {}
+    for name, old in slots.draft_caches.items():
+        _, layers = OWN_LAYERS[name].feed(view, known, positions_AP, emptied(old.layers, rows, prompt))
+        # The newest token is fed again: what leaves the layers there is what drafting begins with.
+        draft_caches[name] = DraftCache(put_cache(old.layers, layers), put(old.fed_B, new.length_A - 1))
     return Slots(
         tokens_BT=put_start(put(slots.tokens_BT, 0), new.tokens_AP),
         length_B=put(slots.length_B, new.length_A),
@@ -194,7 +197,7 @@ def prefill(view: DecodeView, slots: Slots, new: Admission) -> Slots:
         sources=slots.sources,
         cache=put_cache(slots.cache, cache),
         states_BTE=None if slots.states_BTE is None else put_start(slots.states_BTE, states_APE),
-        eagle=eagle,
+        draft_caches=draft_caches,
     )
 
 
@@ -229,10 +232,10 @@ def decode_block(
     view: DecodeView, slots: Slots, patience: Patience, choice: Choice, rules: Rules
 ) -> tuple[Slots, BlockStats]:
     """Rounds of draft and verify until the host's patience ends, or all are done. Nothing from the host inside."""
-    if choice.drafter == "eagle":
-        nothing_GB = jnp.zeros((0, *slots.length_B.shape))
-        eagle = caught_up(view, context_of(slots, nothing_GB), slots.done_B, choice.draft_length + 1)
-        slots = replace(slots, eagle=eagle)
+    if choice.drafter in OWN_LAYERS:
+        context = context_of(slots, jnp.zeros((0, *slots.length_B.shape)))
+        cache = caught_up(view, context, slots.done_B, choice.draft_length, OWN_LAYERS[choice.drafter])
+        slots = replace(slots, draft_caches={**slots.draft_caches, choice.drafter: cache})
     zeros_B = jnp.zeros_like(slots.length_B)
     zeros_BG = jnp.zeros((*zeros_B.shape, choice.draft_length), jnp.int32)
 
@@ -254,7 +257,7 @@ def decode_block(
 
 def context_of(slots: Slots, noise_GB: jax.Array) -> Context:
     """What a drafter sees of the slots."""
-    names = ("tokens_BT", "length_B", "sampling", "cache", "sources", "states_BTE", "eagle")
+    names = ("tokens_BT", "length_B", "sampling", "cache", "sources", "states_BTE", "draft_caches")
     return Context(noise_GB=noise_GB, **{name: getattr(slots, name) for name in names})
 
 
@@ -281,10 +284,12 @@ def draft_and_verify(view: DecodeView, slots: Slots, choice: Choice, rules: Rule
         states_BWE, x_BWD, cache = run_target(view, proposal.cache, proposal.states_BWD, positions_BW, proposal.depth)
         policy = policy_of(logits(view, x_BWD), slots.sampling.temperature_B)
         outcome = _outcome(policy, proposal, slots.sampling, verify_noise_BW, rules)
-    slots = replace(slots, cache=cache, eagle=proposal.eagle)
+    slots = replace(slots, cache=cache)
     if slots.states_BTE is not None:
         slots = replace(slots, states_BTE=write_rows(slots.states_BTE, states_BWE, positions_BW))
-    return _emit(slots, proposal.drafted_B, outcome)
+    slots, stats = _emit(slots, proposal.drafted_B, outcome)
+    draft_caches = {name: standing(cache, slots.length_B) for name, cache in proposal.draft_caches.items()}
+    return replace(slots, draft_caches=draft_caches), stats
 
 
 class Outcome(NamedTuple):

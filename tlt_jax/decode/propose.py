@@ -64,7 +64,8 @@ class DraftCache(NamedTuple):
 
 class Context(NamedTuple):
     """What a drafter sees of the slots: tokens so far, their number, how they are sampled, the cache, its noise (see
-    `pick`; G first); for `eagle` its cache, and what left the target's exit layer and its last one where it was fed."""
+    `pick`; G first); for `eagle`, what left the target's exit layer and its last one where it was fed; the caches of
+    drafters with layers of their own."""
 
     tokens_BT: jax.Array
     length_B: jax.Array
@@ -73,7 +74,7 @@ class Context(NamedTuple):
     noise_GB: jax.Array
     sources: Sources
     states_BTE: jax.Array | None
-    eagle: DraftCache | None
+    draft_caches: dict[str, DraftCache]
 
 
 class Proposal(NamedTuple):
@@ -86,7 +87,7 @@ class Proposal(NamedTuple):
     states_BWD: jax.Array
     depth: int
     cache: Cache
-    eagle: DraftCache | None
+    draft_caches: dict[str, DraftCache]
 
 
 def last_tokens(context: Context) -> jax.Array:
@@ -117,11 +118,12 @@ def unfed(
     drafts_BG: jax.Array,
     q_BGV: jax.Array | None,
     drafted_B: jax.Array,
-    eagle: DraftCache | None = None,
+    caches: dict[str, DraftCache] | None = None,
 ) -> Proposal:
-    """The proposal of a drafter that has run none of the target's layers."""
+    """The proposal of a drafter that has run none of the target's layers; `caches`: its own, if it has one."""
     states_BWD = embed(view, jnp.concatenate([last_tokens(context), drafts_BG], axis=1))
-    return Proposal(drafts_BG, q_BGV, drafted_B, states_BWD, 0, context.cache, eagle or context.eagle)
+    draft_caches = context.draft_caches | (caches or {})
+    return Proposal(drafts_BG, q_BGV, drafted_B, states_BWD, 0, context.cache, draft_caches)
 
 
 def propose_nothing(view: DecodeView, context: Context, choice: Choice, rules: Rules) -> Proposal:

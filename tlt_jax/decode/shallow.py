@@ -20,7 +20,8 @@ def propose_shallow(view: DecodeView, context: Context, choice: Choice, rules: R
     The same temperature and filters as the target's are applied. The first layers' states and cache are the target's
     own and are reused by verification.
     """
-    depth = view.shape.exit_layer
+    depth, exit = view.shape.exit_layer, view.exit
+    assert exit is not None
     early, late = view.layers[:depth], context.cache[depth:]
 
     def feed(cache: Cache, token_B1: jax.Array, offset: Any) -> tuple[jax.Array, Cache]:
@@ -30,7 +31,7 @@ def propose_shallow(view: DecodeView, context: Context, choice: Choice, rules: R
         cache, token_B1 = carry
         offset, noise_B = inputs
         state_B1D, cache = feed(cache, token_B1, offset)
-        token_B, q_BV = drawn(exit_logits(view, view.exit, state_B1D), noise_B, context, rules)
+        token_B, q_BV = drawn(exit_logits(view, exit, state_B1D), noise_B, context, rules)
         return (cache, token_B[:, None]), (token_B, q_BV, state_B1D[:, 0])
 
     inputs = (jnp.arange(choice.draft_length), context.noise_GB)
@@ -40,4 +41,4 @@ def propose_shallow(view: DecodeView, context: Context, choice: Choice, rules: R
     states_BWD = jnp.concatenate([states_GBD.swapaxes(0, 1), state_B1D], axis=1)
     drafted_B = jnp.full_like(context.length_B, choice.draft_length)
     q_BGV = None if q_GBV is None else q_GBV.swapaxes(0, 1)
-    return Proposal(drafts_GB.T, q_BGV, drafted_B, states_BWD, depth, (*cache, *late), context.eagle)
+    return Proposal(drafts_GB.T, q_BGV, drafted_B, states_BWD, depth, (*cache, *late), context.draft_caches)

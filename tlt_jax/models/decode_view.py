@@ -26,12 +26,12 @@ from tlt_jax.parallel.sharding import DECODE_RULES, named_sharding, replicated
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["embedding", "layers", "final_norm", "head", "exit", "eagle", "cos_sin"],
+    data_fields=["embedding", "layers", "final_norm", "head", "exit", "eagle", "draft_model", "cos_sin"],
     meta_fields=["shape"],
 )
 @dataclass(frozen=True)
 class DecodeView:
-    """The parameters as decoding wants them, the drafters' among them. `eagle` is None where nobody drafts with it. The
+    """The parameters as decoding wants them, the drafters' among them: None for those that nobody drafts with. The
     head is never tied: on a CPU the product of 2 to 16 rows with the transposed embedding takes 1.6 to 2.7 times as
     long (128 wide, vocabulary 2,048). `cos_sin`: of the rotary embedding's angles, each [T, 1, N/2]; made where they
     are used, XLA would make them anew for each head of each layer."""
@@ -40,8 +40,9 @@ class DecodeView:
     layers: tuple[Block, ...]
     final_norm: jax.Array
     head: jax.Array
-    exit: ShallowExit
+    exit: ShallowExit | None
     eagle: Eagle | None
+    draft_model: "DecodeView | None"
     cos_sin: tuple[jax.Array, jax.Array]
     shape: ModelShape
 
@@ -59,7 +60,12 @@ Cache = tuple[LayerCache, ...]
 
 
 def decode_view(
-    model: Transformer, exit: ShallowExit, eagle: Eagle | None, dtype: jnp.dtype, length: int
+    model: Transformer,
+    exit: ShallowExit | None,
+    eagle: Eagle | None,
+    draft_model: Transformer | None,
+    dtype: jnp.dtype,
+    length: int,
 ) -> DecodeView:
     """The view of the current parameters, for sequences of up to `length` tokens (pure; jit it). As in training, the
     final norm's scale is not cast."""
@@ -73,21 +79,32 @@ def decode_view(
         cast(head_matrix(model), dtype),
         exit,
         cast(eagle, dtype),
+        None if draft_model is None else decode_view(draft_model, None, None, None, dtype, length),
         (cos[0], sin[0]),
         replace(s, tied=False),
     )
 
 
-def view_shardings(s: ModelShape, mesh: Mesh, with_eagle: bool = False) -> DecodeView:
-    """The view with a sharding in the place of each array: over `tensor` alone; the exit, small, on every device."""
+def view_shardings(s: ModelShape, mesh: Mesh, with_eagle: bool = False, draft: ModelShape | None = None) -> DecodeView:
+    """The view with a sharding in the place of each array: over `tensor` alone; the exit, small, on every device.
+    `draft`: the draft model's shape; it has no exit itself."""
     whole = shardings(lambda declare: Transformer(s, declare), mesh, DECODE_RULES)
     layer = jax.tree.map(lambda stacked: NamedSharding(mesh, P(*stacked.spec[1:])), whole.layers)
     head: Any = NamedSharding(mesh, P(*reversed(whole.embedding.spec))) if s.tied else whole.head
-    exit = jax.tree.map(lambda _: replicated(mesh), shardings(lambda declare: ShallowExit(s, declare), mesh))
+    exits = shardings(lambda declare: ShallowExit(s, declare), mesh) if s.exit_layer else None
+    exit = jax.tree.map(lambda _: replicated(mesh), exits)
     eagle = shardings(lambda declare: Eagle(s, declare), mesh, DECODE_RULES) if with_eagle else None
     cos_sin: Any = (replicated(mesh), replicated(mesh))
     return DecodeView(
-        whole.embedding, (layer,) * s.layers, whole.final_norm, head, exit, eagle, cos_sin, replace(s, tied=False)
+        whole.embedding,
+        (layer,) * s.layers,
+        whole.final_norm,
+        head,
+        exit,
+        eagle,
+        None if draft is None else view_shardings(draft, mesh),
+        cos_sin,
+        replace(s, tied=False),
     )
 
 
@@ -103,6 +120,18 @@ def empty_cache(s: ModelShape, slots: int, length: int, dtype: jnp.dtype) -> Cac
     key = jnp.zeros((slots, s.kv_heads, s.head_dim, length), dtype)
     value = jnp.zeros((slots, s.kv_heads, length, s.head_dim), dtype)
     return tuple(LayerCache(key, value) for _ in range(s.layers))
+
+
+def emptied(cache: Cache, slots: int, length: int) -> Cache:
+    """An empty cache of the same layers for `slots` sequences of up to `length` positions."""
+
+    def zeros(old: jax.Array, *sizes: int) -> jax.Array:
+        return jnp.zeros((slots, old.shape[1], *sizes), old.dtype)
+
+    return tuple(
+        LayerCache(zeros(c.key_BKNT, c.key_BKNT.shape[2], length), zeros(c.value_BKTN, length, c.value_BKTN.shape[3]))
+        for c in cache
+    )
 
 
 def embed(view: DecodeView, tokens_BW: jax.Array) -> jax.Array:

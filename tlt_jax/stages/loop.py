@@ -281,6 +281,7 @@ class _PhaseRun:
             run.checkpoint = (run.checkpoint or 0) + 1
             if to_go_back_to:
                 self.trouble.saved(run.checkpoint)
+            draft = models_of(self.state).draft_model
             document = {
                 "stage": self.phase.stage,
                 "phase": self.phase.name,
@@ -296,6 +297,7 @@ class _PhaseRun:
                 "samples": run.samples.count(),
                 "controller": self.phase.sampler.state(),
                 "shape": asdict(run.shape),
+                "draft_shape": draft and asdict(draft.shape),
                 "data": run.corpus.summary["digest"],
             }
             run.store.save(run.checkpoint, flatten(self.state.arrays), document)
@@ -332,4 +334,4 @@ class _PhaseRun:
 def models_of(state: PhaseState) -> Models:
     """The policy and drafters that a phase's state holds, trained or not."""
     held = {**state.arrays, **(state.arrays["train"].params if "train" in state.arrays else {})}
-    return Models(held["policy"], held["exit"], held.get("eagle"))
+    return Models(held["policy"], held["exit"], held.get("eagle"), held.get("draft_model"))

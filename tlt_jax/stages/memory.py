@@ -28,21 +28,34 @@ def parameters(shape: ModelShape) -> int:
     return sum(math.prod(spec.shape) for spec in table(lambda d: Transformer(shape, d)).values())
 
 
-def memory(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh, dtype: np.dtype) -> dict[str, float]:
-    """Bytes on each device of what stays there in the phase that needs most, by kind; activations come on top."""
-    count = parameters(shape) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
+def memory(
+    config: Config, shape: ModelShape, mesh: jax.sharding.Mesh, dtype: np.dtype, draft: ModelShape | None = None
+) -> dict[str, float]:
+    """Bytes on each device of what stays there in the phase that needs most, by kind; activations come on top. `draft`
+    is the draft model's shape, where it may draft."""
+    parts = mesh.shape["fsdp"] * mesh.shape["tensor"]
+    count = parameters(shape) / parts
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
     positions = config.data.tasks.max_prompt_tokens + config.data.tasks.max_completion_tokens
-    width = 2 * shape.layers * shape.kv_heads * shape.head_dim / mesh.shape["tensor"]
-    own_head = shape.vocab * shape.width if shape.tied else 0  # the view's is never tied
-    decoding = {  # in all phases: they complete prompts to be judged by
-        "decode view": dtype.itemsize * (parameters(shape) + own_head) / mesh.shape["tensor"],
-        "cache of all slots": width * config.speculation.slots / rows * positions * dtype.itemsize,
-    }
+
+    def viewed(s: ModelShape) -> float:
+        own_head = s.vocab * s.width if s.tied else 0  # the view's is never tied
+        return dtype.itemsize * (parameters(s) + own_head) / mesh.shape["tensor"]
+
+    def cached(s: ModelShape) -> float:
+        width = 2 * s.layers * s.kv_heads * s.head_dim / mesh.shape["tensor"]
+        return width * config.speculation.slots / rows * positions * dtype.itemsize
+
+    # In all phases: they complete prompts to be judged by.
+    decoding = {"decode view": viewed(shape), "cache of all slots": cached(shape)}
+    if draft is not None:
+        moments = MOMENTS[config.speculation.optimizer.name]
+        copies = 2 + moments if "distill" in config.stages else 1
+        decoding["draft model"] = 4 * copies * parameters(draft) / parts + viewed(draft) + cached(draft)
     eagle = {}
     if config.speculation.with_eagle:
         own = sum(math.prod(spec.shape) for spec in table(lambda d: Eagle(shape, d)).values())
-        one_layer = decoding["cache of all slots"] / shape.layers
+        one_layer = cached(shape) / shape.layers
         states = 2 * shape.width * config.speculation.slots / rows * positions * dtype.itemsize
         trained = 4 * own * (2 + MOMENTS[config.speculation.optimizer.name]) / mesh.shape["tensor"]
         eagle["eagle"] = trained + dtype.itemsize * own / mesh.shape["tensor"] + one_layer + states

@@ -1,6 +1,6 @@
 """What flows from stage to stage: the policy and its drafters' own weights."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,30 @@ from tlt_jax.config.schema import Config, ModelConfig
 from tlt_jax.models.declare import abstract_module, flatten, initialise, shardings, table, unflatten
 from tlt_jax.models.eagle import Eagle
 from tlt_jax.models.heads import ScalarHead, ShallowExit
-from tlt_jax.models.hf import read_drafters, read_exit, read_shape, read_weights
+from tlt_jax.models.hf import DRAFT_MODEL, read_drafters, read_exit, read_shape, read_weights
 from tlt_jax.models.transformer import ModelShape, Transformer
 from tlt_jax.parallel.hosts import put, to_host
 from tlt_jax.parallel.mesh import compute_dtype
 from tlt_jax.stages.memory import check_memory, memory
 from tlt_jax.train.state import Build
 
+SIZES = "width", "layers", "heads", "kv_heads", "head_dim", "hidden"  # keys of a model's own shape, a draft model's too
+
 
 @dataclass(frozen=True)
 class Models:
-    """The policy, the shallow drafter's exit, and the eagle where the config drafts with one, on the mesh."""
+    """The policy, the shallow drafter's exit, and eagle and draft model where the config drafts with them, on the
+    mesh."""
 
     policy: Transformer
     exit: ShallowExit
     eagle: Eagle | None = None
+    draft_model: Transformer | None = None
 
 
 def by_role(models: Models) -> dict[str, Any]:
     """The models by role."""
-    found = {"policy": models.policy, "exit": models.exit, "eagle": models.eagle}
+    found = {field.name: getattr(models, field.name) for field in fields(models)}
     return {name: module for name, module in found.items() if module is not None}
 
 
@@ -41,7 +45,7 @@ def untrained(models: Models, roles: dict[str, Any]) -> dict[str, Any]:
 
 
 def transformer(shape: ModelShape) -> Build:
-    """Builds the policy's module."""
+    """Builds the policy's module, or the draft model's."""
     return lambda declare: Transformer(shape, declare)
 
 
@@ -64,24 +68,51 @@ def model_shape(config: ModelConfig, vocab: int) -> ModelShape:
     """The shape that the config asks for, or that of `init_from`."""
     source = _source(config)
     if source is None:
-        names = (
-            "width",
-            "layers",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "hidden",
-            "exit_layer",
-            "exit_rank",
-            "rope_theta",
-            "norm_eps",
-            "tied",
-        )
+        names = *SIZES, "exit_layer", "exit_rank", "rope_theta", "norm_eps", "tied"
         return ModelShape(vocab=vocab, **{name: getattr(config, name) for name in names})
     if (source / "config.json").is_file():
         return read_shape(source, *(read_exit(source) or (config.exit_layer, config.exit_rank)))
     with Store(source / "checkpoints", read_only=True) as store:
         return ModelShape(**store.document(_newest(source, store))["shape"])
+
+
+def draft_shape(config: Config, shape: ModelShape) -> ModelShape | None:
+    """The shape of the draft model for a model of `shape`: of `speculation.draft_model.init_from`, of the one that
+    `model.init_from` holds, or as the config asks. None where no draft model may draft. Raises ConfigError where it has
+    another vocabulary."""
+    if not config.speculation.with_draft_model:
+        return None
+    found = _found_draft_shape(config)
+    if found is None:
+        sizes = {name: getattr(config.speculation.draft_model, name) for name in SIZES}
+        return replace(shape, **sizes, exit_layer=0, exit_rank=0)
+    if found.vocab != shape.vocab:
+        raise ConfigError(
+            f"`speculation.draft_model` has a vocabulary of {found.vocab}; expected the model's, of {shape.vocab}"
+        )
+    return found
+
+
+def _found_draft_shape(config: Config) -> ModelShape | None:
+    folder = _draft_folder(config)
+    if folder is not None:
+        return read_shape(folder, 0, 0)
+    source = _source(config.model)
+    if source is None or (source / "config.json").is_file():
+        return None
+    with Store(source / "checkpoints", read_only=True) as store:
+        sizes = store.document(_newest(source, store)).get("draft_shape")
+    return ModelShape(**sizes) if sizes else None
+
+
+def _draft_folder(config: Config) -> Path | None:
+    """The Hugging Face directory to take the draft model from: its own, or within that of `model.init_from`."""
+    own = config.speculation.draft_model.init_from
+    if own is not None:
+        return Path(own).expanduser()
+    source = _source(config.model)
+    found = None if source is None else source / DRAFT_MODEL
+    return found if found is not None and found.is_dir() else None
 
 
 def tokenizer_path(config: ModelConfig) -> str | None:
@@ -95,28 +126,48 @@ def checked_shape(config: Config, vocab: int, mesh: jax.sharding.Mesh) -> ModelS
     shape = model_shape(config.model, vocab)
     if shape.vocab < vocab:
         raise ConfigError(f"`model.init_from` has a vocabulary of {shape.vocab}, its tokenizer one of {vocab}")
-    check_memory(memory(config, shape, mesh, compute_dtype(config.device)))
+    check_memory(memory(config, shape, mesh, compute_dtype(config.device), draft_shape(config, shape)))
     return shape
 
 
-def abstract_models(shape: ModelShape, mesh: jax.sharding.Mesh, with_eagle: bool) -> Models:
-    """The models' shapes, types and shardings."""
-    builds = transformer(shape), shallow_exit(shape), *([eagle(shape)] if with_eagle else [])
-    return Models(*(abstract_module(build, mesh) for build in builds))
+def abstract_models(
+    shape: ModelShape, mesh: jax.sharding.Mesh, with_eagle: bool, draft: ModelShape | None = None
+) -> Models:
+    """The models' shapes, types and shardings; `draft` is the draft model's shape."""
+    builds = {"policy": transformer(shape), "exit": shallow_exit(shape)}
+    builds |= {"eagle": eagle(shape)} if with_eagle else {}
+    builds |= {"draft_model": transformer(draft)} if draft else {}
+    return Models(**{name: abstract_module(build, mesh) for name, build in builds.items()})
 
 
 def initial_models(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Models:
     """Fresh models from the seed, or those of `model.init_from`, whose shape this is. Raises ConfigError if they are
     not whole."""
-    return with_drafters(config, _first_models(config, shape, mesh), mesh)
+    models, folder, draft = _first_models(config, shape, mesh), _draft_folder(config), draft_shape(config, shape)
+    if draft is not None and folder is not None:
+        models = replace(models, draft_model=place(read_weights(folder, draft), transformer(draft), mesh))
+    return with_drafters(config, models, mesh)
 
 
 def with_drafters(config: Config, models: Models, mesh: jax.sharding.Mesh) -> Models:
-    """The models with an eagle if the config drafts with one, a fresh one where they have none; else without."""
-    if not config.speculation.with_eagle:
-        return replace(models, eagle=None)
-    key = jax.random.fold_in(jax.random.key(config.run.seed), 2)
-    return models if models.eagle else replace(models, eagle=initialise(eagle(models.policy.shape), mesh, key))
+    """The models with an eagle and a draft model if the config drafts with them, fresh ones where they have none; else
+    without."""
+    shape, key = models.policy.shape, jax.random.key(config.run.seed)
+    eagle_now, draft_now, draft = models.eagle, models.draft_model, draft_shape(config, shape)
+    if eagle_now is None and config.speculation.with_eagle:
+        eagle_now = initialise(eagle(shape), mesh, jax.random.fold_in(key, 2))
+    if draft_now is None and draft is not None:
+        draft_now = initialise(transformer(draft), mesh, jax.random.fold_in(key, 3))
+    if draft_now is not None and draft not in (None, draft_now.shape):
+        raise ConfigError(
+            f"`speculation.draft_model` asks for {draft}; expected the shape of the one that is there,"
+            f" {draft_now.shape}"
+        )
+    return replace(
+        models,
+        eagle=eagle_now if config.speculation.with_eagle else None,
+        draft_model=None if draft is None else draft_now,
+    )
 
 
 def _first_models(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Models:
@@ -136,8 +187,10 @@ def saved_models(folder: Path, mesh: jax.sharding.Mesh) -> Models:
     """The models in the newest checkpoint of a run directory. Raises ConfigError if it holds none."""
     with Store(folder / "checkpoints", read_only=True) as store:
         step = _newest(folder, store)
-        shape, arrays = ModelShape(**store.document(step)["shape"]), store.restore_host(step)
+        document, arrays = store.document(step), store.restore_host(step)
+    shape, draft = ModelShape(**document["shape"]), document.get("draft_shape")
     builds = {"policy": transformer(shape), "exit": shallow_exit(shape), "eagle": eagle(shape)}
+    builds |= {"draft_model": transformer(ModelShape(**draft))} if draft else {}
     parts = {name: _part(arrays, name) for name in builds}
     return Models(**{name: place(part, builds[name], mesh) for name, part in parts.items() if part is not None})
 

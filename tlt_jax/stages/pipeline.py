@@ -34,7 +34,7 @@ from tlt_jax.stages.opening import open_run
 from tlt_jax.stages.pretrain import run_pretrain
 from tlt_jax.stages.rollouts import Sampler
 from tlt_jax.stages.run import Run, last_phase
-from tlt_jax.text import load_tokenizer
+from tlt_jax.text import Tokenizer, load_tokenizer
 
 log = logging.getLogger("tlt_jax")
 
@@ -107,13 +107,7 @@ def export_run(run_dir: Path, folder: Path) -> None:
     config = load_config(run_dir / "config.yaml")
     tokenizer = load_tokenizer(run_dir / "tokenizer.json")
     models = saved_models(run_dir, make_mesh(MeshConfig()))
-    export(
-        folder,
-        models.policy.shape,
-        *_host_copies(models),
-        tokenizer,
-        config.data.context_length,
-    )
+    _write(folder, models, _host_copies(models), tokenizer, config.data.context_length)
 
 
 def _run_one(config: Config, stage: str, models: Models | None) -> StageResult:
@@ -241,18 +235,24 @@ def _finish(run: Run, models: Models) -> None:
 
 def _export(run: Run, models: Models) -> None:
     folder = run.folder / "export"
-    policy, drafters = _host_copies(models)
+    copies = _host_copies(models)  # by every process
     if run.main:
-        context = run.config.data.context_length
         with run.account.on("saving"):
-            export(folder, models.policy.shape, policy, drafters, run.corpus.tokenizer, context)
+            _write(folder, models, copies, run.corpus.tokenizer, run.config.data.context_length)
     log.info("exported to %s (loads in transformers)", folder)
 
 
-def _host_copies(models: Models) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """({path: numpy array} of the policy, the same of each drafter)."""
-    copies = {name: host_copy(module) for name, module in by_role(models).items()}
-    return copies.pop("policy"), copies
+def _host_copies(models: Models) -> dict[str, dict[str, Any]]:
+    """{path: numpy array} of each model by role."""
+    return {name: host_copy(module) for name, module in by_role(models).items()}
+
+
+def _write(
+    folder: Path, models: Models, copies: dict[str, dict[str, Any]], tokenizer: Tokenizer, context_length: int
+) -> None:
+    drafters = {name: arrays for name, arrays in copies.items() if name in ("exit", "eagle")}
+    draft = None if models.draft_model is None else (models.draft_model.shape, copies["draft_model"])
+    export(folder, models.policy.shape, copies["policy"], drafters, tokenizer, context_length, draft_model=draft)
 
 
 def _report(run: Run) -> None:

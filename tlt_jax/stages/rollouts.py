@@ -20,7 +20,7 @@ from tlt_jax.parallel.hosts import to_host
 from tlt_jax.parallel.sharding import put_batch
 from tlt_jax.rl.objectives import sequence_log_probs
 from tlt_jax.rl.rewards import Completion
-from tlt_jax.stages.models import Models, by_role
+from tlt_jax.stages.models import Models, by_role, draft_shape
 from tlt_jax.stages.run import Run
 
 Found = TypeVar("Found")
@@ -69,6 +69,7 @@ class Sampler:
             block_verifies=speculation.block_verifies,
             sizes=speculation.pool_sizes,
             led=lambda number: run.company.agree("draft", number)[0],
+            draft_shape=draft_shape(config, shape),
         )
         state = (run.document or {}).get("controller") or {}
         if state.get("name") == type(self.engine.controller).__name__:
@@ -102,7 +103,7 @@ class Sampler:
             Request(prompt, limit, seed, temperature, sampling.top_k, sampling.top_p)
             for prompt, seed, temperature in zip(prompts, seeds, heat, strict=True)
         ]
-        view = self.engine.view(models.policy, models.exit, models.eagle)
+        view = self.engine.view(models.policy, models.exit, models.eagle, models.draft_model)
         if not self._warm:
             self._warm, start = True, time.monotonic()
             count = self.engine.warm_up(view)

@@ -14,7 +14,7 @@ from tlt_jax.config.stage_sections import OptimizerConfig, PretrainConfig, Warmu
 from tlt_jax.models.transformer import ModelShape
 from tlt_jax.parallel.programs import Program
 from tlt_jax.rl.objectives import PolicyTerms, policy_objective, reward_objective
-from tlt_jax.stages.models import Models, abstract_models, eagle, scalar_head, shallow_exit, transformer
+from tlt_jax.stages.models import Models, abstract_models, draft_shape, eagle, scalar_head, shallow_exit, transformer
 from tlt_jax.train.distillation import DrafterTerms, distillation_objective
 from tlt_jax.train.eagle_loss import Chains
 from tlt_jax.train.losses import next_token_objective
@@ -34,6 +34,7 @@ class Training:
     precision: Precision
     spike_factor: float
     with_eagle: bool
+    draft_shape: ModelShape | None
 
     def update(self) -> Program:
         """The update step; it compiles when it is first called, or lowered."""
@@ -49,7 +50,7 @@ class Training:
 
     def abstract_models(self) -> Models:
         """The shapes and shardings of the policy and its drafters."""
-        return abstract_models(self.shape, self.mesh, self.with_eagle)
+        return abstract_models(self.shape, self.mesh, self.with_eagle, self.draft_shape)
 
 
 def supervised_training(
@@ -118,12 +119,13 @@ def ppo_training(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> 
 def distill_training(config: Config, shape: ModelShape, mesh: jax.sharding.Mesh) -> Training:
     """The drafters alone, beside a policy that stays as it is."""
     terms = drafter_terms(config, "distill", 1.0 if "shallow" in config.speculation.drafters else 0.0)
+    terms = terms._replace(draft_model=config.speculation.with_draft_model)
     objective = distillation_objective(terms, dtype=precision_of(config.device).dtype)
     return _training(config, _drafter_roles(config, shape, terms), objective, shape, mesh)
 
 
 def drafter_terms(config: Config, stage: Stage, exit_weight: float) -> DrafterTerms:
-    """Which drafters are trained in a stage, and how."""
+    """Which of the drafters that a stage's own losses can train are trained in it, and how."""
     speculation, chains = config.speculation, None
     if speculation.with_eagle and stage in speculation.eagle_stages:
         chains = Chains(speculation.eagle_drafts, speculation.eagle_stride)
@@ -137,9 +139,11 @@ def _policy_roles(
 
 
 def _drafter_roles(config: Config, shape: ModelShape, terms: DrafterTerms) -> dict[str, Role]:
+    draft = draft_shape(config, shape) if terms.draft_model else None
     builds = {
         "exit": shallow_exit(shape) if terms.exit_weight else None,
         "eagle": eagle(shape) if terms.chains else None,
+        "draft_model": transformer(draft) if draft else None,
     }
     return {name: Role(build, config.speculation.optimizer) for name, build in builds.items() if build}
 
@@ -159,4 +163,5 @@ def _training(
         precision_of(config.device),
         config.faults.spike_factor,
         config.speculation.with_eagle,
+        draft_shape(config, shape),
     )

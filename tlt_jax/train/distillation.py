@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from tlt_jax.models.heads import ShallowExit, exit_logits
 from tlt_jax.models.transformer import Transformer, hidden_states, logits
-from tlt_jax.train.eagle_loss import Chains, chain_batch, chain_metrics
+from tlt_jax.train.eagle_loss import Chains, acceptance_loss, chain_batch, chain_metrics
 from tlt_jax.train.losses import weighted_sum
 from tlt_jax.train.step import Batch, Metrics, Objective, normalised
 
@@ -20,11 +20,12 @@ INPUTS = "tokens", "segments", "positions"
 
 class DrafterTerms(NamedTuple):
     """Which drafters are trained, at which sampling temperature: the exit if its weight is above 0, eagle if it has
-    chains."""
+    chains, the draft model if so told."""
 
     temperature: float
     exit_weight: float
     chains: Chains | None = None
+    draft_model: bool = False
 
 
 def predicting(b: Batch) -> Batch:
@@ -59,7 +60,25 @@ def drafter_losses(
     if terms.chains is not None:
         metrics |= chain_metrics(params, states, {**b, **predicting(b)}, terms.chains, terms.temperature)
         total += metrics["train/eagle_loss"]
+    if terms.draft_model:
+        metrics |= draft_model_metrics(params["draft_model"], b, log_probs_BSV, terms.temperature, states[1].dtype)
+        total += metrics["train/draft_model_loss"]
     return total, metrics
+
+
+def draft_model_metrics(
+    model: Transformer, b: Batch, log_probs_BSV: jax.Array, temperature: float, dtype: jnp.dtype
+) -> Metrics:
+    """`train/draft_model_loss`, to be added to the loss of a microbatch, and `train/draft_model_acceptance`: of the
+    draft model against the policy's own distribution, weighted sums of `acceptance_loss`. Nothing reaches the policy.
+    """
+    with jax.named_scope("draft_model_loss"):
+        weights_BS = b["weights"][:, 1:]
+        _, x_BSD = hidden_states(model, *predicting(b).values(), dtype=dtype)
+        q_log_BSV = jax.nn.log_softmax(logits(model, x_BSD) / temperature, axis=-1)
+        found = acceptance_loss(jax.lax.stop_gradient(log_probs_BSV), q_log_BSV)
+        loss, acceptance = (weighted_sum(values_BS, weights_BS) for values_BS in found)
+        return {"train/draft_model_loss": loss, "train/draft_model_acceptance": acceptance}
 
 
 def exit_distillation(

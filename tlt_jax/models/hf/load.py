@@ -35,7 +35,7 @@ SHOWN = 8  # lines of a list in an error message
 
 
 def read_shape(folder: str | Path, exit_layer: int, exit_rank: int) -> ModelShape:
-    """The shape that a directory's config.json describes, with our shallow drafter's exit.
+    """The shape that a directory's config.json describes, with our shallow drafter's exit (0: none, as a draft model).
 
     Raises ConfigError, naming file, key, value and what was expected, for a file that cannot be read, an architecture
     other than Llama's, and whatever of it we do not implement: a scaled rotary embedding, biases, another activation.
@@ -53,7 +53,7 @@ def read_shape(folder: str | Path, exit_layer: int, exit_rank: int) -> ModelShap
         raise _wrong(path, "head_dim", head_dim, "an even number, 2 or more")
     if layers > MOST_LAYERS:
         raise _wrong(path, "num_hidden_layers", layers, f"at most {MOST_LAYERS}")
-    if not 1 <= exit_layer < layers:
+    if exit_layer >= layers:
         raise ConfigError(
             f"`model.exit_layer` is {exit_layer}; expected 1 to {layers - 1}, as {str(path)!r} has {layers} layers"
         )

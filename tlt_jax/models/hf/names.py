@@ -17,6 +17,7 @@ from tlt_jax.models.heads import ShallowExit
 from tlt_jax.models.transformer import ModelShape, Transformer
 
 WEIGHTS, INDEX, DRAFTER = "model.safetensors", "model.safetensors.index.json", "drafter.safetensors"
+DRAFT_MODEL = "draft_model"  # a folder within: the draft model, a Hugging Face directory of its own
 
 
 @dataclass(frozen=True)

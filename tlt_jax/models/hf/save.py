@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from tlt_jax.config import ConfigError
 from tlt_jax.models.hf import names
 from tlt_jax.models.hf.load import ARCHITECTURE
-from tlt_jax.models.hf.names import DRAFTER, INDEX, WEIGHTS, Tensor
+from tlt_jax.models.hf.names import DRAFT_MODEL, DRAFTER, INDEX, WEIGHTS, Tensor
 from tlt_jax.models.transformer import ModelShape
 
 log = logging.getLogger("tlt_jax")
@@ -65,13 +65,15 @@ def export(
     context_length: int,
     dtype: str = "float32",
     max_shard_bytes: float = 5e9,
+    draft_model: tuple[ModelShape, Arrays] | None = None,
 ) -> None:
     """Writes the Transformer `weights` of `shape` ({our path: array}) as a Hugging Face directory.
 
     It holds config.json, generation_config.json, model.safetensors in `dtype` (shards of at most `max_shard_bytes`
     and an index, where one file would be larger), the tokenizer's files, and drafter.safetensors: the own arrays of the
     `drafters` ("exit", "eagle"), float32, with the exit in the file's metadata; none are no file. A tied embedding is
-    written once. `context_length` becomes max_position_embeddings.
+    written once. `context_length` becomes max_position_embeddings. A `draft_model`, (its shape, its weights), is such a
+    directory of its own within, draft_model.
 
     A former export at `folder` is replaced as a whole. Raises ConfigError for a `dtype` that is not offered, a
     tokenizer with more ids than the embedding has rows, values that float16 cannot hold, and a folder that holds
@@ -85,24 +87,29 @@ def export(
             f"export: the tokenizer has ids up to {tokenizer.vocab_size - 1}; expected at most {shape.vocab - 1}, as"
             f" the embedding has {shape.vocab} rows"
         )
-    if shape.width % shape.heads:
-        log.warning(
-            "export: transformers refuses a Llama whose width (%d) its heads (%d) do not divide; what is"
-            " written to %s loads here alone",
-            shape.width,
-            shape.heads,
-            folder,
-        )
+    models = [(shape, weights, "."), *([(*draft_model, DRAFT_MODEL)] if draft_model else [])]
+    for s, _, _ in models:
+        if s.width % s.heads:
+            log.warning(
+                "export: transformers refuses a Llama whose width (%d) its heads (%d) do not divide; what is"
+                " written to %s loads here alone",
+                s.width,
+                s.heads,
+                folder,
+            )
     _refuse_foreign(folder)
 
     def write(into: Path) -> None:
-        _write_json(into / "config.json", _config(shape, tokenizer, context_length, dtype))
-        _write_json(into / "generation_config.json", _special_ids(tokenizer))
-        _write_weights(into, shape, weights, DTYPES[dtype], max_shard_bytes)
+        for s, arrays, name in models:
+            within = into / name
+            within.mkdir(exist_ok=True)
+            _write_json(within / "config.json", _config(s, tokenizer, context_length, dtype))
+            _write_json(within / "generation_config.json", _special_ids(tokenizer))
+            _write_weights(within, s, arrays, DTYPES[dtype], max_shard_bytes)
+            if tokenizer is not None:
+                tokenizer.save(within)
         if drafters:
             _write_drafters(into / DRAFTER, shape, drafters)
-        if tokenizer is not None:
-            tokenizer.save(into)
 
     _replace(folder, write)
 
@@ -225,8 +232,11 @@ def _refuse_foreign(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise ConfigError(f"export: {str(folder)!r} is a file; expected a folder, or nothing there")
-    held = sorted(folder.iterdir())
-    foreign = [p.name for p in held if p.is_dir() or not (p.name in WRITTEN or SHARD.fullmatch(p.name))]
+    within = folder / DRAFT_MODEL
+    held = [p for p in (*folder.iterdir(), *(within.iterdir() if within.is_dir() else ())) if p != within]
+    foreign = sorted(
+        str(p.relative_to(folder)) for p in held if p.is_dir() or not (p.name in WRITTEN or SHARD.fullmatch(p.name))
+    )
     if foreign:
         raise ConfigError(
             f"export: folder {str(folder)!r} holds {', '.join(foreign[:5])}, which no export writes and which replacing"
@@ -249,7 +259,7 @@ def _replace(folder: Path, write: Callable[[Path], None]) -> None:
     beside.mkdir(parents=True)
     try:
         write(beside)
-        for path in [*beside.iterdir(), beside]:
+        for path in [*beside.rglob("*"), beside]:
             _sync(path)
     except BaseException:
         shutil.rmtree(beside)
