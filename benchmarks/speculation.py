@@ -11,7 +11,8 @@ batch size and temperature take turns; each ratio to `off` is the geometric mean
 of paired differences; those that choose by themselves are set beside the best fixed choice, and beside what their own
 table says of the best one. Loops, completions whose end repeats, are left out of calls and acceptance (not of tokens a
 second), and their share is stated. With the extra `parity`, transformers decodes the same weights in a process of its
-own: `generate` in batches, and prompt lookup at batch 1. No token ends a completion: all have `--new` tokens.
+own: `generate` in batches; at batch 1 prompt lookup, and the draft model, if there is one, as its assistant. No token
+ends a completion: all have `--new` tokens.
 """
 
 import argparse
@@ -30,7 +31,7 @@ import subjects
 from results import paired, plot, report
 from shapes import SIZES
 from subjects import Subject
-from with_transformers import THEIRS, Transformers
+from with_transformers import Transformers
 
 from tlt_jax.decode.controller import CONTROLLERS, Controller, Fixed, choices_of
 from tlt_jax.decode.engine import Engine, Request
@@ -102,11 +103,10 @@ def _compare(
             if round:
                 speeds[name].append(rollout.completion_length_B.sum() / (time.perf_counter() - start))
                 rollouts[name].append(rollout)
-        for name in THEIRS if theirs is not None else ():
-            if name == "transformers" or batch == 1:
-                speed = theirs.speed(some, batch, temperature, THEIRS[name])
-                if round:
-                    speeds.setdefault(name, []).append(speed)
+        for name in theirs.ways(batch) if theirs is not None else ():
+            speed = theirs.speed(name, some, batch, temperature)
+            if round:
+                speeds.setdefault(name, []).append(speed)
     values = {name: {"tokens_per_second": statistics.median(found)} for name, found in speeds.items()}
     for name, engine in engines.items():
         values[name] |= _figures(engine, joined(rollouts[name]))

@@ -10,24 +10,30 @@ from typing import Any
 
 import numpy as np
 
-THEIRS: dict[str, dict[str, Any]] = {
-    "transformers": {},
-    "transformers, prompt lookup": {"prompt_lookup_num_tokens": 5},
-}
+from tlt_jax.models.hf import DRAFT_MODEL
+
+PLAIN, LOOKUP, ASSISTANT = "transformers", "transformers, prompt lookup", "transformers, assistant"
+OPTIONS: dict[str, dict[str, Any]] = {PLAIN: {}, LOOKUP: {"prompt_lookup_num_tokens": 5}, ASSISTANT: {}}
 
 
 class Transformers:
-    """transformers' generate, in a process of its own, with as many threads as are best."""
+    """transformers' generate, in a process of its own, with as many threads as are best. A draft model within `folder`
+    becomes the assistant."""
 
     def __init__(self, folder: Path, new: int, dtype: str):
+        self._assisted = (folder / DRAFT_MODEL).is_dir()
         command = [sys.executable, __file__, str(folder), str(new), dtype]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def speed(self, prompts: list[np.ndarray], batch: int, temperature: float, options: dict[str, Any]) -> float:
+    def ways(self, batch: int) -> list[str]:
+        """The ways of decoding that it has at this batch size; both of speculation are for one sequence alone."""
+        return [PLAIN] + ([LOOKUP] + [ASSISTANT] * self._assisted) * (batch == 1)
+
+    def speed(self, way: str, prompts: list[np.ndarray], batch: int, temperature: float) -> float:
         """Tokens a second of the better of one and two threads."""
         assert self._process.stdin is not None and self._process.stdout is not None
         tokens = [p.tolist() for p in prompts]
-        asked = {"prompts": tokens, "batch": batch, "temperature": temperature, "options": options}
+        asked = {"prompts": tokens, "batch": batch, "temperature": temperature, "way": way}
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         return float(self._process.stdout.readline())
@@ -44,7 +50,11 @@ def _serve(folder: str, new: int, dtype: str) -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval().to(device)
-    threads: dict[tuple[int, bool], int] = {}
+    helper = Path(folder) / DRAFT_MODEL
+    if helper.is_dir():
+        assistant = AutoModelForCausalLM.from_pretrained(helper, dtype=getattr(torch, dtype)).eval().to(device)
+        OPTIONS[ASSISTANT]["assistant_model"] = assistant
+    threads: dict[tuple[int, str], int] = {}
 
     def run(asked: dict[str, Any], count: int) -> float:
         torch.set_num_threads(count)
@@ -59,14 +69,14 @@ def _serve(folder: str, new: int, dtype: str) -> None:
                 mask = torch.tensor([[0] * missing + [1] * len(prompt) for missing, prompt in filled], device=device)
                 out = model.generate(
                     ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, pad_token_id=0,
-                    **({"do_sample": False} | sampled), **asked["options"],
+                    **({"do_sample": False} | sampled), **OPTIONS[asked["way"]],
                 )  # fmt: skip
                 made += out.shape[0] * (out.shape[1] - ids.shape[1])
         return made / (time.perf_counter() - start)
 
     for line in sys.stdin:
         asked = json.loads(line)
-        key = asked["batch"], bool(asked["options"])
+        key = asked["batch"], asked["way"]
         if key not in threads:
             few = {**asked, "prompts": asked["prompts"][: asked["batch"]]}
             threads[key] = max((1, 2), key=lambda count: run(few, count))
