@@ -9,23 +9,20 @@ token comes within 1e-4 of the largest, and the script fails if any part elsewhe
 
 import argparse
 import platform
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import code_model
 import jax
 import jax.numpy as jnp
-import numpy as np
+from divergence import CLOSE, parted
 from results import report
 
 from tlt_jax.decode.controller import Fixed
 from tlt_jax.decode.engine import Request
 from tlt_jax.decode.propose import OFF, Choice
-from tlt_jax.decode.rollout import Rollout
-from tlt_jax.models.transformer import Transformer, hidden_states, logits
 
-CLOSE = 1e-4  # two values nearer than this may change places with the order of a sum
 NEW = 64
 
 
@@ -36,13 +33,14 @@ def main() -> None:
     drafting = [name for name in code_model.drafters_of(models) if name != "off"]
     choices = [OFF, *(Choice(*pair) for pair in product(drafting, options.lengths))]
     requests = [Request(prompt, NEW, seed) for seed, prompt in enumerate(prompts)]
+    noise = partial(_noise, models.policy.shape.vocab)
     plain, values = None, {}
     for batch, choice in product(options.batch, choices):
         engine = code_model.engine(config, models, Fixed(choice), batch, NEW, "coupled", "sampled")
         found = engine.run(engine.view(models.policy, models.exit, models.eagle, models.draft_model), requests)
         plain = plain or found
         name = f"{choice.drafter} {choice.draft_length or ''}".strip() + f", batch {batch}"
-        values[name] = _parted(models.policy, plain, found)
+        values[name] = parted(models.policy, plain, found, noise)
         calls = found.target_calls_B.sum() / found.completion_length_B.sum()
         values[name]["target_calls_per_token"] = float(calls)
         print(f"{name:24}{calls:7.3f} calls a token; {values[name]['divergences']} of {len(prompts)} part", flush=True)
@@ -53,25 +51,10 @@ def main() -> None:
         raise SystemExit(f"parted where the two best are not close: {', '.join(wrong)}")
 
 
-def _parted(policy: Transformer, plain: Rollout, found: Rollout) -> dict[str, Any]:
-    """How many sequences part from plain decoding's, and by how much at most a token there falls short of the best."""
-    gaps = []
-    for row in np.flatnonzero(np.any(plain.tokens_BT != found.tokens_BT, axis=1)):
-        at = int(np.argmax(plain.tokens_BT[row] != found.tokens_BT[row]))
-        gaps.append(_short(policy, found.tokens_BT[row], at, seed=int(row)))
-    return {"divergences": len(gaps), "largest_gap": max(gaps, default=0.0)}
-
-
-def _short(policy: Transformer, tokens_T: np.ndarray, at: int, seed: int) -> float:
-    """By how much the token at position `at` falls short of the largest of log p + g, by a plain forward pass."""
-    tokens_BT = jnp.asarray(tokens_T[None])
-    positions_BT = jnp.arange(tokens_BT.shape[1])[None]
-    x_BTD = hidden_states(policy, tokens_BT, jnp.ones_like(tokens_BT), positions_BT, dtype=jnp.float32)[1]
-    log_p_V = jax.nn.log_softmax(logits(policy, x_BTD)[0, at - 1])
+def _noise(vocab: int, seed: int, position: int) -> jax.Array:
+    """The Gumbel noise [V] of a request's position."""
     key = jnp.array([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32)
-    noise_V = jax.random.gumbel(jax.random.fold_in(jax.random.wrap_key_data(key), at), log_p_V.shape)
-    value_V = np.asarray(log_p_V + noise_V)
-    return float(value_V.max() - value_V[tokens_T[at]])
+    return jax.random.gumbel(jax.random.fold_in(jax.random.wrap_key_data(key), position), (vocab,))
 
 
 def _options() -> argparse.Namespace:

@@ -19,7 +19,7 @@ from tlt_jax.decode import drafters, loop, shallow, verify
 from tlt_jax.decode.controller import Fixed
 from tlt_jax.decode.engine import Engine, Request
 from tlt_jax.decode.propose import OFF, Choice, Rules
-from tlt_jax.decode.sampling import _filter, policy_of
+from tlt_jax.decode.sampling import Draws, _filter, policy_of
 from tlt_jax.models import decode_view
 from tlt_jax.models.decode_view import LayerCache, written
 from tlt_jax.models.transformer import ModelShape
@@ -72,11 +72,20 @@ def cell_p_values(
     choice: Choice,
     settings: list[Setting],
     verification: str = "block",
+    draws: Draws = "any",
     samples: int = SAMPLES,
     check_logp: bool = True,
     sizes: int = 2,
 ) -> list[float]:
-    rules = Rules(settings is not PLAIN, verification, ngram_min=1, ngram_max=3, ngram_siblings=2, ngram_history=2)
+    rules = Rules(
+        filtered=settings is not PLAIN,
+        draws=draws,
+        verification=verification,
+        ngram_min=1,
+        ngram_max=3,
+        ngram_siblings=2,
+        ngram_history=2,
+    )
     cells, order, length, rollout = sample(choice, settings, rules, samples, sizes)
     if choice.drafter == "ngram":
         assert rollout.accepted_B.sum() > 0.02 * len(order), "the n-gram drafter does not fire"
@@ -110,22 +119,23 @@ def test_the_drafter_differs_from_the_target():
     assert 0.2 <= mean_total_variation(MODEL, EXIT, PROMPTS, 4) <= 0.5
 
 
-@pytest.mark.parametrize("verification", ["block", "token", "coupled"])
-def test_joint_distribution_and_log_probs_are_the_targets(verification):
-    check(verification, {3: FILTERED})
+@pytest.mark.parametrize(("verification", "draws"), [("block", "sampled"), ("token", "any"), ("coupled", "sampled")])
+def test_joint_distribution_and_log_probs_are_the_targets(verification, draws):
+    check(verification, draws, {3: FILTERED})
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("draws", ["any", "sampled"])
 @pytest.mark.parametrize("verification", ["block", "token", "coupled"])
-def test_they_are_with_drafts_of_every_length(verification):
-    check(verification, {1: FILTERED, 2: PLAIN, 3: FILTERED, 4: PLAIN, 5: FILTERED})
+def test_they_are_with_drafts_of_every_length(verification, draws):
+    check(verification, draws, {1: FILTERED, 2: PLAIN, 3: FILTERED, 4: PLAIN, 5: FILTERED})
 
 
-def check(verification: str, by_length: dict[int, list[Setting]]) -> None:
-    p_values = cell_p_values(OFF, FILTERED, verification)
+def check(verification: str, draws: Draws, by_length: dict[int, list[Setting]]) -> None:
+    p_values = cell_p_values(OFF, FILTERED, verification, draws)
     for draft_length, settings in by_length.items():
         for drafter in ("shallow", "eagle", "draft_model", "ngram"):
-            p_values += cell_p_values(Choice(drafter, draft_length), settings, verification)
+            p_values += cell_p_values(Choice(drafter, draft_length), settings, verification, draws)
     assert not holm_rejects(p_values), f"smallest of {len(p_values)} p-values: {min(p_values):.2e}"
 
 

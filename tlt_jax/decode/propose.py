@@ -29,7 +29,7 @@ class Choice:
 OFF = Choice("off", 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rules:
     """What stays the same while a pool decodes. `filtered`: some slot may use top-k, top-p or min-p; `draws`: whether
     some slots, or all, may be at temperature 0; the rest are the config's, of `speculation`."""
