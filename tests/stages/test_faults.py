@@ -31,13 +31,22 @@ def assert_same(folder: Path, expected: Path) -> None:
 
 
 OFTEN = "checkpoint.every_steps=1"
+DISTILLING = [
+    "stages=[pretrain, distill]",
+    "budget.total=8",
+    "distill.prompts=8",
+    "distill.minibatches=2",
+    "speculation.drafter=draft_model",
+    "speculation.draft_model={width: 16, layers: 1, heads: 2, kv_heads: 1, head_dim: 8, hidden: 24}",
+]
 KILLS = {  # how many, and of what; at moments that have a name, the fast suite kills in every phase
     "ten kills of pretraining": (10, [*OPTIONS, OFTEN]),
+    "three kills of a distillation": (3, [*DISTILLING, "checkpoint.every_seconds=null", OFTEN]),
     "a hundred kills of all stages": (100, [OFTEN]),
 }
 
 
-@pytest.mark.parametrize("case", ["ten kills of pretraining", pytest.param([*KILLS][1], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("case", [*[*KILLS][:-1], pytest.param([*KILLS][-1], marks=pytest.mark.nightly)])
 def test_killed_at_random_moments_it_ends_with_the_same_parameters(tmp_path, case):
     """SIGKILL after a random time within what a whole run takes, and again, until so many have struck; a run that ends
     before it is struck makes room for a new one."""
