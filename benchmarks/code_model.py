@@ -45,8 +45,8 @@ def engine(
     max_prompt: int = PROMPT,
     **options: Any,
 ) -> Engine:
-    """An engine in which no token ends a sequence, so that its length is what the request says."""
-    speculation = config.speculation
+    """An engine in which no token ends a sequence, so that its length is what the request says, and which looks for
+    n-grams in the sequence alone: prompts come again from round to round, which history would know."""
     return Engine(
         models.policy.shape,
         make_mesh(config.device.mesh),
@@ -59,10 +59,8 @@ def engine(
         rules=Rules(
             draws=draws,
             verification=verification,
-            ngram_siblings=speculation.ngram_siblings,
-            ngram_history=speculation.ngram_history,
         ),
-        block_verifies=speculation.block_verifies,
+        block_verifies=config.speculation.block_verifies,
         draft_shape=models.draft_model and models.draft_model.shape,
         **options,
     )

@@ -5,14 +5,14 @@
     python benchmarks/speculation.py --random 6.5m [--dtype bfloat16]
 
 The model is that of `configs/code_2m.yaml` (which see), trained first where `--run` is not there; prompts are the
-first tokens of held-out rows, mostly from within a document. With `--folder` it is that of a Hugging Face directory, on
-HumanEval's prompts (or FILE's) of at most 128 tokens; with `--random`, one of untrained weights. All variants of one
-batch size and temperature take turns; each ratio to `off` is the geometric mean over the rounds, with a 95 % interval
-of paired differences; those that choose by themselves are set beside the best fixed choice, and beside what their own
-table says of the best one. Loops, completions whose end repeats, are left out of calls and acceptance (not of tokens a
-second), and their share is stated. With the extra `parity`, transformers decodes the same weights in a process of its
-own: `generate` in batches; at batch 1 prompt lookup, and the draft model, if there is one, as its assistant. No token
-ends a completion: all have `--new` tokens.
+first tokens of held-out rows, mostly from within a document. With `--folder` it is that of a Hugging Face directory,
+on HumanEval's prompts (or FILE's) of at most 128 tokens; with `--random`, one of untrained weights. All variants of
+one batch size and temperature take turns; each ratio to `off` is the geometric mean over the rounds, with a 95 %
+interval of paired differences; those that choose by themselves have some rounds to learn in before, and are set beside
+the best fixed choice, and beside what their own table says of the best one. Loops, completions whose end repeats, are
+left out of calls and acceptance (not of tokens a second), and their share is stated. With the extra `parity`,
+transformers decodes the same weights in a process of its own: `generate` in batches; at batch 1 prompt lookup, and the
+draft model, if there is one, as its assistant. No token ends a completion: all have `--new` tokens.
 """
 
 import argparse
@@ -88,24 +88,30 @@ def _compare(
     count = max(options.sequences, options.turns * batch)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     rollouts: dict[str, list[Rollout]] = {name: [] for name in engines}
+    besides: dict[str, list[float]] = {name: [] for name in engines}
     views = {
         name: engine.view(models.policy, models.exit, models.eagle, models.draft_model)
         for name, engine in engines.items()
     }
     for name, engine in engines.items():
         engine.warm_up(views[name])
-    for round in range(options.rounds + 1):  # the first is not counted: pages and caches get warm, controllers learn
+    for round in range(-options.learn, options.rounds + 1):  # 0 is not counted either: pages and caches get warm
         some = [prompts[(round * count + i) % len(prompts)] for i in range(count)]
+        learning = round < 0
         for name, engine in engines.items():
-            requests = [Request(p, options.new, 1_000_000 * round + i, temperature) for i, p in enumerate(some)]
+            if learning and not name.startswith(AUTO):
+                continue
+            requests = [Request(p, options.new, 1_000_000 * abs(round) + i, temperature) for i, p in enumerate(some)]
             start = time.perf_counter()
             rollout = engine.run(views[name], requests)
-            if round:
-                speeds[name].append(rollout.completion_length_B.sum() / (time.perf_counter() - start))
+            if round > 0:
+                seconds, tokens = time.perf_counter() - start, int(rollout.completion_length_B.sum())
+                speeds[name].append(tokens / seconds)
+                besides[name].append((seconds - engine.round_seconds) / tokens)
                 rollouts[name].append(rollout)
-        for name in theirs.ways(batch) if theirs is not None else ():
+        for name in theirs.ways(batch) if theirs is not None and not learning else ():
             speed = theirs.speed(name, some, batch, temperature)
-            if round:
+            if round > 0:
                 speeds.setdefault(name, []).append(speed)
     values = {name: {"tokens_per_second": statistics.median(found)} for name, found in speeds.items()}
     for name, engine in engines.items():
@@ -117,8 +123,14 @@ def _compare(
         rows = [row for row in values[name]["table"] if row["size"] == engines[name].slots]
         table = {(row["drafter"], row["draft_length"]): row["tokens_per_second"] for row in rows}
         values[name]["best_fixed"], values[name]["to_best_fixed"] = best, paired(speeds[name], speeds[best])
-        values[name]["predicted_to_off"] = max(table.values()) / table[OFF.drafter, 0]
+        values[name]["predicted_to_off"] = _predicted(table, statistics.median(besides[name]))
     return values, ratios
+
+
+def _predicted(table: dict[tuple[str, int], float], besides: float) -> float:
+    """The best choice's speed to that of `off`, from what a table says of their rounds' tokens a second, and the
+    seconds a token that prompts and the starts of blocks take with either."""
+    return (besides + 1.0 / table[OFF.drafter, 0]) / (besides + 1.0 / max(table.values()))
 
 
 def _variants(drafters: list[str], lengths: list[int], controllers: list[str]) -> Iterator[tuple[str, Controller]]:
@@ -173,6 +185,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="draft lengths")
     parser.add_argument("--verification", default="block", choices=list(VERIFIERS))
     parser.add_argument("--rounds", type=int, default=5, help="in which all variants take turns")
+    parser.add_argument("--learn", type=int, default=4, help="rounds before, in which the controllers alone learn")
     parser.add_argument("--sequences", type=int, default=4, help="of a round, at least")
     parser.add_argument(
         "--turns", type=int, default=4, help="batches of a round, at least: a queue over refilled slots"

@@ -33,6 +33,7 @@ from tlt_jax.decode.rollout import Rollout
 from tlt_jax.decode.sampling import SamplingParams
 from tlt_jax.decode.seen import Block, Seen
 from tlt_jax.decode.stops import cut, first_stop
+from tlt_jax.decode.timing import measured, without
 from tlt_jax.models.decode_view import DecodeView, decode_view, view_shardings
 from tlt_jax.models.eagle import Eagle
 from tlt_jax.models.heads import ShallowExit
@@ -43,8 +44,7 @@ from tlt_jax.parallel.sharding import abstract, batch_sharding, replicated
 
 PLAIN = Rules()
 SHRINK = 4  # how many times smaller the next pool is
-TIMED = 0.1  # seconds that rounds should take to be timed, by what one takes that is run alone
-LONG = 4  # how many times as many rounds a block may go on for, where nobody waits for what it has finished
+LONG = 16  # how many times as many rounds a block may go on for, where nobody waits for what it has finished
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Engine:
     Its compiled programs depend on the sizes given here alone: a pool of `slots`, a quarter of it, and so on (`sizes`
     of them); for each, one block for each of the controller's choices, one prefill for each size that it can take in,
     and the way to the next size. `warm_up` compiles them all, and times the blocks. `text` decodes tokens, for requests
-    with `stop`. `led` gives every process the number of a choice that the first process has passed to it.
+    with `stop`. `led` gives every process the number that the first process has passed to it.
     `draft_shape`: the draft model's, where it may draft.
     """
 
@@ -113,6 +113,7 @@ class Engine:
         self.sizes = _pool_sizes(slots, sizes, self.parts)
         self.slots, self.rules, self.controller, self.text = self.sizes[0], rules, controller, text
         self._led, self._verifies = led, block_verifies
+        self._starts: dict[int, float] = {}  # what the start of a block takes, of a pool of each size, once measured
         self.draft_length = max(choice.draft_length for choice in controller.choices)
         self._eos = tuple(eos)
         self._ends = max(most_ends, len(self._eos), 1)
@@ -154,7 +155,8 @@ class Engine:
         """Frees every slot, and the memory of the pool until the next request."""
         self._state: Slots | None = None
         self._owner: list[tuple[int, Request] | None] = []
-        self._calls = self._asked = 0  # verifications of sequences since `run` began, and drafts asked for
+        # Since `run` began: verifications of sequences, drafts asked for, what the rounds have taken.
+        self._calls, self._asked, self.round_seconds = 0, 0, 0.0
 
     @property
     def mean_draft_length(self) -> float:
@@ -203,26 +205,31 @@ class Engine:
         return count
 
     def _measure(self, view: DecodeView, size: int) -> None:
-        """Times each choice's rounds on made-up sequences, in turns, so that what else the machine does hits all alike.
-        A program's first run tells nothing. The second says how many rounds are long enough: as many as a block may
-        have, of those that take little, for a block's start is a part of what they cost."""
+        """Times blocks of each choice on made-up sequences, and tells the controller."""
         made_up = Request(np.zeros(1, np.int32), self.max_new, 0, float(self.rules.draws != "greedy"), ends=())
         admission = self._admission(size, size, [(slot, made_up) for slot in range(size)])
         state = self._prefill(view, self._empty(size), put(admission, self._row))
-        rounds = dict.fromkeys(self.blocks, 1)
-        for turn in range(2 + Seen.KNOWN):
-            for choice, block in self.blocks.items():
-                jax.block_until_ready(state)
-                start, most = time.perf_counter(), np.int32(rounds[choice])
-                state, stats = block(view, state, Patience(most, most, np.int32(0)))
-                done, stats = to_host((state.done_B, stats))
-                seconds = time.perf_counter() - start
-                if turn == 1:
-                    rounds[choice] = self._led(min(max(int(TIMED / seconds), 1), LONG * self._verifies))
-                elif turn > 1:
-                    self.controller.time(size, choice, seconds / int(stats.rounds))
-                if done.any():
-                    state = self._prefill(view, state, put(admission, self._row))
+
+        def run(choice: Choice, rounds: int) -> tuple[float, int]:
+            nonlocal state
+            exactly = Patience(np.int32(rounds), np.int32(rounds), np.int32(0))
+            state, done, stats, seconds = self._block(choice, view, state, exactly)
+            if done.any():
+                state = self._prefill(view, state, put(admission, self._row))
+            return seconds, int(stats.rounds)
+
+        most = LONG * self._verifies
+        self._starts[size], times = measured(run, self.controller.choices, most, Seen.KNOWN, self._led)
+        for choice, seconds in times:
+            self.controller.time(size, choice, seconds)
+
+    def _block(self, choice: Choice, view: DecodeView, state: Slots, patience: Patience) -> tuple[Any, ...]:
+        """(the pool after a block, which of its slots are done, its `BlockStats`, its seconds)."""
+        jax.block_until_ready(state)  # prompts that were just admitted are not the block's time
+        start = time.perf_counter()
+        state, stats = self.blocks[choice](view, state, patience)
+        done, stats = to_host((state.done_B, stats))
+        return state, done, stats, time.perf_counter() - start
 
     def admit(self, view: DecodeView, requests: Sequence[tuple[int, Request]]) -> None:
         """Puts (id, request) pairs into free slots, of a larger pool where they are too many for this one. Raises
@@ -248,13 +255,11 @@ class Engine:
         if self._history is not None and self._history.changed and choice.drafter == "ngram":
             prompts = [owner and owner[1].prompt for owner in self._owner]
             self._state = replace(self._state, sources=put(self._history.sources(prompts), self._row))
-        jax.block_until_ready(self._state)  # prompts that were just admitted are not the block's time
-        start = time.perf_counter()
         patience = self._patience(self.slots if until is None else until)
-        self._state, stats = self.blocks[choice](view, self._state, patience)
-        done, stats = to_host((self._state.done_B, stats))
-        seconds = time.perf_counter() - start
+        self._state, done, stats, seconds = self._block(choice, view, self._state, patience)
+        seconds = without(self._starts.get(len(self._owner), 0.0), seconds)
         self.controller.observe(Block(len(self._owner), choice, seconds, stats))
+        self.round_seconds += seconds
         self._calls += int(stats.calls)
         self._asked += int(stats.calls) * choice.draft_length
         stopped = self._stopped()
@@ -284,7 +289,7 @@ class Engine:
         """Completes every request; a finished slot takes the next prompt. The rollout is in the requests' order."""
         waiting = list(enumerate(requests))[::-1]
         results: dict[int, dict[str, np.ndarray]] = {}
-        self._calls = self._asked = 0
+        self._calls, self._asked, self.round_seconds = 0, 0, 0.0
         with jax.set_mesh(self.mesh):
             while len(results) < len(requests):
                 self._fit(min(self.active + len(waiting), self.slots))

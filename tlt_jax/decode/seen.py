@@ -15,7 +15,8 @@ Key = tuple[int, Choice]  # the pool's size, and the choice
 
 @dataclass(frozen=True)
 class Block:
-    """What one block did, on the host; `size` is the pool's, `seconds` from its start to its last result."""
+    """What one block did, on the host. `size` is the pool's; `seconds` are its rounds', for what it takes to start a
+    block is the same for all choices, and falls due as often as sequences end."""
 
     size: int
     choice: Choice
@@ -36,9 +37,10 @@ class Seen:
     KNOWN = 3  # times after which a round's is known well enough to tell the machine's pace from
     FOLLOW = 0.1  # how much of the latest block's pace is taken over
     HALF = 20_000.0  # rounds of a sequence after which what was seen counts half
-    ALIKE = 8.0  # rounds of one sequence, much alike, that tell as much as one of each of many
+    ALIKE = 32.0  # rounds of one sequence, which are much alike
+    SPREAD = 0.25  # standard deviation, from sequence to sequence, of their tokens a round, as a share of them
     GOOD = 0.9  # the chance with which a good drafter's draft is kept
-    NOISE = 0.3  # standard deviation of a block's time, as a share of it, on a machine that is not ours alone
+    NOISE = 0.26  # standard deviation of a block's time, as a share of it, on a machine that is not ours alone
 
     def __init__(self) -> None:
         self.seconds: dict[Key, deque[float]] = {}  # in units of the pace
@@ -79,25 +81,30 @@ class Seen:
         return self.pace * self._median[key]
 
     def tokens(self, choice: Choice, doubt: float = 0.0) -> float:
-        """Expected tokens of a sequence's round: 1 and the chances that the first, second, ... draft is kept."""
+        """Expected tokens of a sequence's round: 1 and the chances that the first, second, ... draft is kept. With
+        `doubt`, in the best case: so many standard errors above what was seen, with one sequence's rounds added in
+        which the drafts were a good drafter's."""
         known = self._tokens.get((choice.drafter, doubt), ())
         if choice.draft_length >= len(known):
             width = max(choice.draft_length, len(self.reached.get(choice.drafter, ())))
-            survival = self.survival(Choice(choice.drafter, width), doubt)
-            known = self._tokens[choice.drafter, doubt] = [1.0, *(1.0 + np.cumsum(survival)).tolist()]
+            tokens = 1.0 + np.cumsum([0.0, *self.survival(Choice(choice.drafter, width), hopeful=doubt > 0)])
+            sequences = _wide(self.reached.get(choice.drafter), 1)[0] / self.ALIKE
+            better = 1.0 + doubt * self.SPREAD / (sequences + 1.0) ** 0.5
+            known = self._tokens[choice.drafter, doubt] = np.minimum(
+                better * tokens, np.arange(width + 1) + 1.0
+            ).tolist()
         return known[choice.draft_length]
 
-    def survival(self, choice: Choice, doubt: float = 0.0) -> np.ndarray:
+    def survival(self, choice: Choice, hopeful: bool = False) -> np.ndarray:
         """How likely a first, second, ... draft of the choice is there and kept, with those before it: the product of
-        their chances where those before it are, of which shorter drafts tell, too. With `doubt`, in the best case: so
-        many standard errors above, where one draft is added that was as a good drafter's."""
+        their chances where those before it are, of which shorter drafts tell, too. `hopeful`: as if there had been a
+        sequence more, of a good drafter."""
         name, length = choice.drafter, choice.draft_length
         reached, kept = (_wide(store.get(name), length)[:length] for store in (self.reached, self.kept))
-        if not doubt:
-            return np.cumprod(kept / np.maximum(reached, 1.0))
-        number = reached / self.ALIKE + 1.0
-        share = (kept / self.ALIKE + self.GOOD) / number
-        return np.cumprod(np.minimum(share + doubt * np.sqrt(share * (1.0 - share) / number), 1.0))
+        if hopeful:
+            good = self.ALIKE * self.GOOD ** np.arange(length)
+            reached, kept = reached + good, kept + self.GOOD * good
+        return np.cumprod(kept / np.maximum(reached, 1.0))
 
     def acceptance(self, drafter: str) -> np.ndarray:
         """The share of the drafter's first, second, ... drafts that was kept."""
