@@ -12,7 +12,9 @@ interval of paired differences; those that choose by themselves have some rounds
 the best fixed choice, and beside what their own table says of the best one. Loops, completions whose end repeats, are
 left out of calls and acceptance (not of tokens a second), and their share is stated. With the extra `parity`,
 transformers decodes the same weights in a process of its own: `generate` in batches; at batch 1 prompt lookup, and the
-draft model, if there is one, as its assistant. No token ends a completion: all have `--new` tokens.
+draft model, if there is one, as its assistant. No token ends a completion: ours have lengths of their own, even
+between half of `--new` and one and a half, since what is decoded for learning ends at different times; theirs all have
+`--new`, so that none of a batch waits for the longest.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from typing import Any
 
 import code_model
 import jax
+import numpy as np
 import subjects
 from results import paired, plot, report
 from shapes import SIZES
@@ -81,7 +84,7 @@ def _compare(
     pools = config.speculation.pool_sizes
     engines = {
         name: code_model.engine(
-            config, models, controller, batch, options.new, options.verification, draws, longest, sizes=pools
+            config, models, controller, batch, 3 * options.new // 2, options.verification, draws, longest, sizes=pools
         )
         for name, controller in _variants(subject.drafters, options.lengths, options.controllers)
     }
@@ -97,11 +100,15 @@ def _compare(
         engine.warm_up(views[name])
     for round in range(-options.learn, options.rounds + 1):  # 0 is not counted either: pages and caches get warm
         some = [prompts[(round * count + i) % len(prompts)] for i in range(count)]
+        lengths = np.random.default_rng(abs(round)).integers(options.new // 2, 3 * options.new // 2 + 1, count)
         learning = round < 0
         for name, engine in engines.items():
             if learning and not name.startswith(AUTO):
                 continue
-            requests = [Request(p, options.new, 1_000_000 * abs(round) + i, temperature) for i, p in enumerate(some)]
+            requests = [
+                Request(prompt, int(length), 1_000_000 * abs(round) + i, temperature)
+                for i, (prompt, length) in enumerate(zip(some, lengths, strict=True))
+            ]
             start = time.perf_counter()
             rollout = engine.run(views[name], requests)
             if round > 0:
@@ -178,7 +185,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--prompts", default=str(subjects.HUMANEVAL), help="its prompts: JSON lines, gzipped or not")
     parser.add_argument("--random", choices=SIZES, help="a model of this size with random weights, instead")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of random weights")
-    parser.add_argument("--new", type=int, default=128, help="tokens of a completion")
+    parser.add_argument("--new", type=int, default=128, help="tokens of a completion: ours on average, theirs all")
     parser.add_argument("--controllers", nargs="*", choices=CONTROLLERS, default=list(CONTROLLERS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 32], help="sequences decoded together")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
