@@ -22,12 +22,13 @@ ROOT = Path(__file__).parents[1]
 PROMPT = 64
 
 
-def load(run: Path) -> tuple[Config, Models, Corpus]:
-    """(config, models, data) of a run directory, on one device; it is trained first where it is not there."""
+def load(run: Path, devices: int = 1) -> tuple[Config, Models, Corpus]:
+    """(config, models, data) of a run directory, on an accelerator, or so many simulated devices of a CPU; it is
+    trained first where it is not there."""
     if not (run / "export").is_dir():
         command = [sys.executable, "-m", "tlt_jax.main", "--config", str(ROOT / "configs/code_2m.yaml")]
         subprocess.run([*command, f"run.name={run.name}", f"run.output_dir={run.parent}"], check=True)
-    config = load_config(run / "config.yaml", [f"model.init_from={run}/export", "device.cpu_devices=1"])
+    config = load_config(run / "config.yaml", [f"model.init_from={run}/export", f"device.cpu_devices={devices}"])
     set_up_devices(config.device)
     corpus = prepare(config.data, config.run.seed, str(run / "tokenizer.json"), lambda label, fraction: None)
     shape = model_shape(config.model, corpus.tokenizer.vocab_size)

@@ -69,10 +69,11 @@ def main() -> None:
 
 def _subject(options: argparse.Namespace, scratch: Path) -> Subject:
     if options.random:
-        return subjects.random_weights(options.random, options.dtype, None if options.no_transformers else scratch)
+        folder = None if options.no_transformers else scratch
+        return subjects.random_weights(options.random, options.dtype, folder, options.devices)
     if options.folder:
-        return subjects.from_folder(Path(options.folder), Path(options.prompts))
-    return subjects.trained(Path(options.run))
+        return subjects.from_folder(Path(options.folder), Path(options.prompts), options.devices)
+    return subjects.trained(Path(options.run), options.devices)
 
 
 def _compare(
@@ -185,6 +186,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--prompts", default=str(subjects.HUMANEVAL), help="its prompts: JSON lines, gzipped or not")
     parser.add_argument("--random", choices=SIZES, help="a model of this size with random weights, instead")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of random weights")
+    parser.add_argument("--devices", type=int, default=1, help="of a CPU, simulated, over which a batch is split")
     parser.add_argument("--new", type=int, default=128, help="tokens of a completion: ours on average, theirs all")
     parser.add_argument("--controllers", nargs="*", choices=CONTROLLERS, default=list(CONTROLLERS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 32], help="sequences decoded together")

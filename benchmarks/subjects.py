@@ -38,17 +38,18 @@ class Subject:
         return max(map(len, self.prompts))
 
 
-def trained(run: Path) -> Subject:
+def trained(run: Path, devices: int) -> Subject:
     """The code model of a run directory, trained first if it is not there, on the starts of held-out rows."""
-    config, models, corpus = code_model.load(run)
+    config, models, corpus = code_model.load(run, devices)
     return Subject(config, models, code_model.prompts(corpus, 512), code_model.drafters_of(models), run / "export")
 
 
-def from_folder(folder: Path, prompts: Path) -> Subject:
+def from_folder(folder: Path, prompts: Path, devices: int) -> Subject:
     """A Hugging Face directory, on the "prompt" of each line of a file in JSON lines. The shallow drafter and eagle are
     left out where the directory holds none that were trained."""
     own = (folder / "drafter.safetensors").is_file()
-    config = load_config(None, [f"model.init_from={folder}", "device.cpu_devices=1", "speculation.drafter=auto"])
+    overrides = [f"model.init_from={folder}", f"device.cpu_devices={devices}", "speculation.drafter=auto"]
+    config = load_config(None, overrides)
     set_up_devices(config.device)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     models = initial_models(config, model_shape(config.model, tokenizer.vocab_size), make_mesh(config.device.mesh))
@@ -59,9 +60,9 @@ def from_folder(folder: Path, prompts: Path) -> Subject:
     return Subject(config, models, [text for text in texts if len(text) <= LONGEST], drafters, folder)
 
 
-def random_weights(size: str, dtype: str, folder: Path | None) -> Subject:
+def random_weights(size: str, dtype: str, folder: Path | None, devices: int) -> Subject:
     """A model of one of `shapes.SIZES`, untrained, on random prompts; written to `folder` where one is given."""
-    config = load_config(None, ["device.cpu_devices=1", f"device.compute_dtype={dtype}"])
+    config = load_config(None, [f"device.cpu_devices={devices}", f"device.compute_dtype={dtype}"])
     set_up_devices(config.device)
     shape, mesh = SIZES[size], make_mesh(config.device.mesh)
     keys = jax.random.split(jax.random.key(0), 2)
