@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from divergence import CLOSE, parted
 from results import report
 
+from tlt_jax.decode.admission import Request
 from tlt_jax.decode.controller import Fixed
-from tlt_jax.decode.engine import Request
 from tlt_jax.decode.propose import OFF, Choice
 
 NEW = 64

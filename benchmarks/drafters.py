@@ -21,8 +21,9 @@ from results import report
 
 from tlt_jax.config import Config, load_config
 from tlt_jax.data import prepare
+from tlt_jax.decode.admission import Request
 from tlt_jax.decode.controller import Fixed
-from tlt_jax.decode.engine import Engine, Request
+from tlt_jax.decode.engine import Engine
 from tlt_jax.decode.propose import OFF, Choice, Rules
 from tlt_jax.decode.rollout import Rollout, joined, rollout_metrics
 from tlt_jax.decode.sampling import Draws

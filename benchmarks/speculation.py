@@ -36,8 +36,9 @@ from shapes import SIZES
 from subjects import Subject
 from with_transformers import Transformers
 
+from tlt_jax.decode.admission import Request
 from tlt_jax.decode.controller import CONTROLLERS, Controller, Fixed, choices_of
-from tlt_jax.decode.engine import Engine, Request
+from tlt_jax.decode.engine import Engine
 from tlt_jax.decode.propose import OFF
 from tlt_jax.decode.rollout import Rollout, joined, rollout_metrics
 from tlt_jax.decode.sampling import Draws

@@ -19,11 +19,11 @@ import jax
 import numpy as np
 from results import paired, report
 
+from tlt_jax.decode.admission import Request
 from tlt_jax.decode.controller import CostTable, Fixed, choices_of
-from tlt_jax.decode.engine import Engine, Request
+from tlt_jax.decode.engine import Engine, Leaves
 from tlt_jax.decode.propose import OFF
 from tlt_jax.decode.sampling import Draws
-from tlt_jax.models.decode_view import DecodeView
 
 MEDIAN, TAIL = 9, 20  # tokens; the longest, in medians
 
@@ -57,9 +57,7 @@ def main() -> None:
             for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
         ]
         for name, engine in engines.items():
-            run: Callable[[Engine, DecodeView, Sequence[Request]], None] = (
-                _static if name == "static batches" else _queue
-            )
+            run: Callable[[Engine, Leaves, Sequence[Request]], None] = _static if name == "static batches" else _queue
             start = time.perf_counter()
             run(engine, views[name], requests)
             if round:
@@ -85,11 +83,11 @@ def _lengths(count: int) -> np.ndarray:
     return np.maximum(np.rint(MEDIAN * TAIL**drawn), 1).astype(int)
 
 
-def _queue(engine: Engine, view: DecodeView, requests: Sequence[Request]) -> None:
+def _queue(engine: Engine, view: Leaves, requests: Sequence[Request]) -> None:
     engine.run(view, requests)
 
 
-def _static(engine: Engine, view: DecodeView, requests: Sequence[Request]) -> None:
+def _static(engine: Engine, view: Leaves, requests: Sequence[Request]) -> None:
     for first in range(0, len(requests), engine.slots):
         engine.run(view, requests[first : first + engine.slots])
 

@@ -10,8 +10,9 @@ import pytest
 from support import tiny
 
 from tlt_jax.config import ConfigError
+from tlt_jax.decode.admission import Request
 from tlt_jax.decode.controller import Fixed
-from tlt_jax.decode.engine import Engine, Request
+from tlt_jax.decode.engine import Engine
 from tlt_jax.decode.loop import Patience, decode_block, empty_slots
 from tlt_jax.decode.propose import OFF, Choice, Rules
 from tlt_jax.decode.sampling import Draws

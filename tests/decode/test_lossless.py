@@ -16,8 +16,9 @@ from support import tiny
 from support.enumeration import EOS, VOCAB, Setting, exact, holm_rejects, mean_total_variation, p_value
 
 from tlt_jax.decode import drafters, loop, shallow, verify
+from tlt_jax.decode.admission import Request
 from tlt_jax.decode.controller import Fixed
-from tlt_jax.decode.engine import Engine, Request
+from tlt_jax.decode.engine import Engine
 from tlt_jax.decode.propose import OFF, Choice, Rules
 from tlt_jax.decode.sampling import Draws, _filter, policy_of
 from tlt_jax.models import decode_view

@@ -10,8 +10,9 @@ import pytest
 from support import tiny
 
 from tlt_jax.decode import drafters, own_layers
+from tlt_jax.decode.admission import Request
 from tlt_jax.decode.controller import Controller
-from tlt_jax.decode.engine import Engine, Request
+from tlt_jax.decode.engine import Engine
 from tlt_jax.decode.propose import OFF, Choice
 from tlt_jax.models.eagle import eagle_logits
 from tlt_jax.models.transformer import Transformer, hidden_states
@@ -129,7 +130,36 @@ def test_an_engine_keeps_nothing_for_those_that_never_draft():
         controller=InTurn([OFF]),
         dtype=jnp.float32,
     )
-    view = engine.view(MODEL, EXIT, EAGLE, DRAFT)
+    view = engine.whole(engine.view(MODEL, EXIT, EAGLE, DRAFT))
     assert view.eagle is None and view.draft_model is None
     engine.admit(engine.view(MODEL, EXIT), [(0, Request(np.array([1], np.int32), 4, 0))])
     assert engine._state.states_BTE is None and engine._state.draft_caches == {}
+
+
+@pytest.mark.parametrize("after", ["eagle", "draft_model", "off"])
+def test_an_admission_feeds_the_prompt_to_the_drafter_at_work_alone(after):
+    """The others would be fed for nothing if they never draft; they catch up when they do."""
+    ours = {name: Choice(name, DRAFTS if name != "off" else 0) for name in ("off", "eagle", "draft_model")}
+    first = ours.pop(after)
+    engine = Engine(
+        tiny.SHAPE,
+        tiny.mesh(),
+        slots=2,
+        max_prompt=6,
+        max_new=20,
+        eos=[tiny.SHAPE.vocab],
+        controller=InTurn([first, *ours.values()]),
+        dtype=jnp.float32,
+        block_verifies=1,
+        draft_shape=DRAFT.shape,
+    )
+    view, prompt = engine.view(MODEL, EXIT, EAGLE, DRAFT), np.arange(6, dtype=np.int32)
+    engine.admit(view, [(0, Request(prompt, 20, 0))])
+    assert {name: int(cache.fed_B[0]) for name, cache in engine._state.draft_caches.items()} == {
+        "eagle": 0,
+        "draft_model": 0,
+    }
+    engine.step(view)
+    engine.admit(view, [(1, Request(prompt, 20, 1))])
+    fed = {name: int(cache.fed_B[1]) for name, cache in engine._state.draft_caches.items()}
+    assert fed == {name: 5 if name == after else 0 for name in ("eagle", "draft_model")}

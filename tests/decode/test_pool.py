@@ -11,8 +11,9 @@ import pytest
 from support import tiny
 
 from tlt_jax.decode import loop
+from tlt_jax.decode.admission import Request
 from tlt_jax.decode.controller import Controller, CostTable, Fixed, choices_of
-from tlt_jax.decode.engine import Engine, Request, _pool_sizes
+from tlt_jax.decode.engine import Engine, _pool_sizes
 from tlt_jax.decode.propose import OFF, Choice, Rules
 from tlt_jax.decode.stops import first_stop
 

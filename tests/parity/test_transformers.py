@@ -10,8 +10,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the extra `parity` (torch, transformers) is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra `parity` (torch, transformers) is not installed")
 
+from tlt_jax.decode.admission import Request  # noqa: E402
 from tlt_jax.decode.controller import Fixed  # noqa: E402
-from tlt_jax.decode.engine import Engine, Request  # noqa: E402
+from tlt_jax.decode.engine import Engine  # noqa: E402
 from tlt_jax.decode.propose import OFF, Choice  # noqa: E402
 from tlt_jax.models.heads import ShallowExit  # noqa: E402
 from tlt_jax.models.hf import DRAFT_MODEL, export, read_shape, read_weights  # noqa: E402

@@ -61,7 +61,7 @@ def decoding(config: Config, mesh: Mesh, vocab: int) -> dict[str, Any]:
     view = jax.eval_shape(
         lambda model, exit: decode_view(model, exit, None, None, dtype, engine.max_prompt + engine.max_new), *models
     )
-    compiled = engine.lower_block(abstract(view, view_shardings(shape, mesh))).compile()
+    compiled = engine.lower_block(tuple(jax.tree.leaves(abstract(view, view_shardings(shape, mesh))))).compile()
     slots = compiled.input_shardings[0][1]
     global_shape = (
         engine.slots,

@@ -26,8 +26,9 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from support import tiny  # noqa: E402
 from support.collectives import collectives  # noqa: E402
 from tlt_jax.config.stage_sections import OptimizerConfig  # noqa: E402
+from tlt_jax.decode.admission import Request  # noqa: E402
 from tlt_jax.decode.controller import Fixed  # noqa: E402
-from tlt_jax.decode.engine import Engine, Request  # noqa: E402
+from tlt_jax.decode.engine import Engine  # noqa: E402
 from tlt_jax.decode.propose import Choice  # noqa: E402
 from tlt_jax.models.declare import flatten, initialise, shardings  # noqa: E402
 from tlt_jax.models.heads import ShallowExit  # noqa: E402
@@ -158,11 +159,10 @@ def decode(mesh) -> dict:
     counts = {
         name: getattr(rollout, name).tolist() for name in ("length_B", "target_calls_B", "drafted_B", "accepted_B")
     }
+    view = engine.whole(engine.view(policy, exit))
     return {
         "block": collectives(engine.lower_block(engine.view(policy, exit)).compile().as_text()),
-        "view": {
-            path: list(a.addressable_shards[0].data.shape) for path, a in flatten(engine.view(policy, exit)).items()
-        },
+        "view": {path: list(a.addressable_shards[0].data.shape) for path, a in flatten(view).items()},
         "tokens": {"0.0": rollout.tokens_BT[:12].tolist(), "1.0": rollout.tokens_BT[12:].tolist()},
         "counts": counts,
     }

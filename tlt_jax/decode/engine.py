@@ -6,8 +6,8 @@ pool.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,21 +16,19 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tlt_jax.config import ConfigError
+from tlt_jax.decode.admission import Request, packed, prefill
 from tlt_jax.decode.controller import Controller
 from tlt_jax.decode.history import History
 from tlt_jax.decode.loop import (
-    Admission,
     Patience,
     Slots,
     decode_block,
     empty_slots,
-    prefill,
     resized,
     slot_shardings,
 )
 from tlt_jax.decode.propose import Choice, Rules
 from tlt_jax.decode.rollout import Rollout
-from tlt_jax.decode.sampling import SamplingParams
 from tlt_jax.decode.seen import Block, Seen
 from tlt_jax.decode.stops import cut, first_stop
 from tlt_jax.decode.timing import measured, without
@@ -42,28 +40,13 @@ from tlt_jax.parallel.hosts import put, to_host
 from tlt_jax.parallel.programs import Program
 from tlt_jax.parallel.sharding import abstract, batch_sharding, replicated
 
+# A decode view's leaves. JAX flattens the view's flax modules in Python at every call, in as long as it takes to decode
+# ten tokens; the engine does so once an update.
+Leaves = tuple[jax.Array, ...]
+
 PLAIN = Rules()
 SHRINK = 4  # how many times smaller the next pool is
 LONG = 16  # how many times as many rounds a block may go on for, where nobody waits for what it has finished
-
-
-@dataclass(frozen=True)
-class Request:
-    """One sequence to complete: its prompt's tokens, how many may follow, its own seed, and how it is sampled.
-
-    `ends`: the tokens that end it; None: the engine's. `stop`: texts that end it, too, once they stand in what is
-    decoded of the completion.
-    """
-
-    prompt: np.ndarray
-    max_new_tokens: int
-    seed: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    ends: tuple[int, ...] | None = None
-    stop: tuple[str, ...] = ()
 
 
 _FIELDS = (
@@ -123,17 +106,23 @@ class Engine:
         assert drafters & layers.keys() <= own.keys(), "the draft model's shape is not given"
         self._own, self._slots_lie = own.keys(), slot_shardings(shape, mesh, own)
         slots_lie = self._slots_lie
-        self._view = jax.jit(
-            partial(decode_view, dtype=dtype, length=max_prompt + max_new),
-            out_shardings=view_shardings(shape, mesh, "eagle" in own, own.get("draft_model")),
-        )
-        self._prefill = jax.jit(prefill, donate_argnums=1, out_shardings=slots_lie)
+        view_lies = view_shardings(shape, mesh, "eagle" in own, own.get("draft_model"))
+        self._structure = jax.tree.structure(view_lies)
+        self._view = jax.jit(partial(decode_view, dtype=dtype, length=max_prompt + max_new), out_shardings=view_lies)
+
+        def fill(leaves: Leaves, slots: Slots, new_AC: jax.Array, feeds: dict[str, Any]) -> Slots:
+            return prefill(self.whole(leaves), slots, new_AC, feeds, max_prompt)
+
+        def decode(leaves: Leaves, slots: Slots, patience: Patience, choice: Choice) -> tuple[Slots, Any]:
+            return decode_block(self.whole(leaves), slots, patience, choice, rules)
+
+        self._prefill = jax.jit(fill, donate_argnums=1, out_shardings=slots_lie)
         self._resized = jax.jit(resized, out_shardings=slots_lie)
         self.blocks = {
             choice: Program(
                 " ".join(["decode block", choice.drafter, *([str(choice.draft_length)] * (choice.draft_length > 0))]),
                 jax.jit(
-                    partial(decode_block, choice=choice, rules=rules),
+                    partial(decode, choice=choice),
                     donate_argnums=1,
                     out_shardings=(slots_lie, replicated(mesh)),
                 ),
@@ -155,6 +144,7 @@ class Engine:
         """Frees every slot, and the memory of the pool until the next request."""
         self._state: Slots | None = None
         self._owner: list[tuple[int, Request] | None] = []
+        self._drafting = {choice.drafter for choice in self.controller.choices[:1] if len(self.blocks) == 1}
         # Since `run` began: verifications of sequences, drafts asked for, what the rounds have taken.
         self._calls, self._asked, self.round_seconds = 0, 0, 0.0
 
@@ -165,13 +155,17 @@ class Engine:
 
     def view(
         self, model: Transformer, exit: ShallowExit, eagle: Eagle | None = None, draft_model: Transformer | None = None
-    ) -> DecodeView:
-        """The decode view of the current parameters, the drafters' too (`eagle` and `draft_model` where they may be
-        chosen): make it once an update, and pass it to `admit`, `step`, `run`."""
+    ) -> Leaves:
+        """The leaves of the decode view (`whole`) of the current parameters, the drafters' too (`eagle` and
+        `draft_model` where they may be chosen): make it once an update, and pass it to `admit`, `step`, `run`."""
         given = {"eagle": eagle, "draft_model": draft_model}
         used = {name: module if name in self._own else None for name, module in given.items()}
         assert all(used[name] is not None for name in self._own)
-        return self._view(model, exit, **used)
+        return tuple(jax.tree.leaves(self._view(model, exit, **used)))
+
+    def whole(self, view: Leaves) -> DecodeView:
+        """The decode view that these are the leaves of."""
+        return jax.tree.unflatten(self._structure, view)
 
     @property
     def active(self) -> int:
@@ -183,7 +177,7 @@ class Engine:
         """How many more the pool can take."""
         return self.slots - self.active
 
-    def warm_up(self, view: DecodeView) -> int:
+    def warm_up(self, view: Leaves) -> int:
         """Compiles every program that this engine will ever run; returns how many. Where there is a choice, the
         controller is told what the rounds of each take. The pool must be empty."""
         assert not self.active
@@ -192,7 +186,7 @@ class Engine:
             for number, size in enumerate(self.sizes):
                 state = self._empty(size)
                 for rows in self.sizes[number:]:
-                    state = self._prefill(view, state, put(self._admission(rows, size, []), self._row))
+                    state = self._put_in(view, state, rows, [], self._own)
                 for block in self.blocks.values():
                     state, _ = block(view, state, self._patience(size))
                 for other in (*self.sizes[number + 1 : number + 2], *self.sizes[max(number - 1, 0) : number]):
@@ -204,18 +198,18 @@ class Engine:
                     self._measure(view, size)
         return count
 
-    def _measure(self, view: DecodeView, size: int) -> None:
+    def _measure(self, view: Leaves, size: int) -> None:
         """Times blocks of each choice on made-up sequences, and tells the controller."""
         made_up = Request(np.zeros(1, np.int32), self.max_new, 0, float(self.rules.draws != "greedy"), ends=())
-        admission = self._admission(size, size, [(slot, made_up) for slot in range(size)])
-        state = self._prefill(view, self._empty(size), put(admission, self._row))
+        placed = [(slot, made_up) for slot in range(size)]
+        state = self._put_in(view, self._empty(size), size, placed, self._own)
 
         def run(choice: Choice, rounds: int) -> tuple[float, int]:
             nonlocal state
             exactly = Patience(np.int32(rounds), np.int32(rounds), np.int32(0))
             state, done, stats, seconds = self._block(choice, view, state, exactly)
             if done.any():
-                state = self._prefill(view, state, put(admission, self._row))
+                state = self._put_in(view, state, size, placed, self._own)
             return seconds, int(stats.rounds)
 
         most = LONG * self._verifies
@@ -223,7 +217,7 @@ class Engine:
         for choice, seconds in times:
             self.controller.time(size, choice, seconds)
 
-    def _block(self, choice: Choice, view: DecodeView, state: Slots, patience: Patience) -> tuple[Any, ...]:
+    def _block(self, choice: Choice, view: Leaves, state: Slots, patience: Patience) -> tuple[Any, ...]:
         """(the pool after a block, which of its slots are done, its `BlockStats`, its seconds)."""
         jax.block_until_ready(state)  # prompts that were just admitted are not the block's time
         start = time.perf_counter()
@@ -231,7 +225,7 @@ class Engine:
         done, stats = to_host((state.done_B, stats))
         return state, done, stats, time.perf_counter() - start
 
-    def admit(self, view: DecodeView, requests: Sequence[tuple[int, Request]]) -> None:
+    def admit(self, view: Leaves, requests: Sequence[tuple[int, Request]]) -> None:
         """Puts (id, request) pairs into free slots, of a larger pool where they are too many for this one. Raises
         ConfigError for what no pool can hold."""
         for _, request in requests:
@@ -243,15 +237,17 @@ class Engine:
         for slot, owner in placed:
             self._owner[slot] = owner
         rows = min(size for size in self.sizes if size >= len(requests))
-        admission = self._admission(rows, len(self._owner), [(slot, request) for slot, (_, request) in placed])
-        self._state = self._prefill(view, self._state, put(admission, self._row))
+        assert self._state is not None
+        requested = [(slot, request) for slot, (_, request) in placed]
+        self._state = self._put_in(view, self._state, rows, requested, self._drafting)
         self._moved()
 
-    def step(self, view: DecodeView, until: int | None = None) -> dict[int, dict[str, np.ndarray]]:
+    def step(self, view: Leaves, until: int | None = None) -> dict[int, dict[str, np.ndarray]]:
         """Runs one compiled block. Returns the finished sequences by id, and frees their slots. It comes back soon, or
         with `until` goes on while more sequences than that are unfinished, up to `LONG` times as long."""
         assert self._state is not None, "nothing was admitted"
         choice = self._choose()
+        self._drafting = {choice.drafter}
         if self._history is not None and self._history.changed and choice.drafter == "ngram":
             prompts = [owner and owner[1].prompt for owner in self._owner]
             self._state = replace(self._state, sources=put(self._history.sources(prompts), self._row))
@@ -279,13 +275,13 @@ class Engine:
                 self._history.add(owner[1].prompt, row["tokens_BT"][: row["length_B"]])
         return results
 
-    def lower_block(self, view: DecodeView) -> jax.stages.Lowered:
+    def lower_block(self, view: Leaves) -> jax.stages.Lowered:
         """The first choice's compiled block in the largest pool, for a view of these shapes and shardings, which may be
         abstract."""
         slots = abstract(jax.eval_shape(partial(self._empty, self.slots)), self._slots_lie)
         return self.blocks[self.controller.choices[0]].lower(view, slots, self._patience(0))
 
-    def run(self, view: DecodeView, requests: Sequence[Request]) -> Rollout:
+    def run(self, view: Leaves, requests: Sequence[Request]) -> Rollout:
         """Completes every request; a finished slot takes the next prompt. The rollout is in the requests' order."""
         waiting = list(enumerate(requests))[::-1]
         results: dict[int, dict[str, np.ndarray]] = {}
@@ -332,25 +328,13 @@ class Engine:
         if self._history is not None:
             self._history.changed = True
 
-    def _admission(self, rows: int, size: int, placed: Sequence[tuple[int, Request]]) -> Admission:
-        """`rows` rows for a pool of `size`: the (slot, request) pairs, then padding."""
-        tokens, ends = np.zeros((rows, self.max_prompt), np.int32), np.full((rows, self._ends), -1, np.int32)
-        slot_ids, keys = np.full(rows, size, np.int32), np.zeros((rows, 2), np.uint32)
-        length, limit = np.ones(rows, np.int32), np.ones(rows, np.int32)
-        sampling = SamplingParams(
-            np.ones(rows, np.float32), np.zeros(rows, np.int32), np.ones(rows, np.float32), np.zeros(rows, np.float32)
-        )
-        for row, (slot, request) in enumerate(placed):
-            slot_ids[row] = slot
-            length[row] = len(request.prompt)
-            tokens[row, : length[row]] = request.prompt
-            limit[row] = length[row] + request.max_new_tokens
-            keys[row] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
-            own = self._eos if request.ends is None else request.ends
-            ends[row, : len(own)] = own
-            sampling.temperature_B[row], sampling.top_k_B[row] = request.temperature, request.top_k
-            sampling.top_p_B[row], sampling.min_p_B[row] = request.top_p, request.min_p
-        return Admission(slot_ids, tokens, length, limit, keys, ends, sampling)
+    def _put_in(
+        self, leaves: Leaves, state: Slots, rows: int, placed: Sequence[tuple[int, Request]], fed: Container[str]
+    ) -> Slots:
+        """The pool with (slot, request) pairs in it, filled up to `rows`; the drafters `fed` get to know them, too."""
+        size = state.done_B.shape[0]
+        new = put(packed(placed, rows, size, self.max_prompt, self._eos, self._ends), self._row)
+        return self._prefill(leaves, state, new, {name: np.bool_(name in fed) for name in self._own})
 
     def _stopped(self) -> dict[int, int]:
         """{slot: length} of the sequences whose text has come to one of their stops: cut after the token with which it

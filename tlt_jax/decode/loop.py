@@ -1,10 +1,9 @@
-"""The compiled draft/verify loop over a pool of slots, and the prefill that fills them.
+"""The compiled draft/verify loop over a pool of slots.
 
 Invariant between verifications: the cache holds the keys and values of positions below length - 1. The newest token,
 at length - 1, has not been fed; the next verification feeds it together with the drafts after it.
 
-Shape suffixes: B slots, A admitted sequences, P prompt length, T positions, G draft tokens, W = G + 1, V vocabulary,
-E ends.
+Shape suffixes: B slots, T positions, G draft tokens, W = G + 1, V vocabulary, E ends.
 """
 
 from dataclasses import dataclass, replace
@@ -16,18 +15,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tlt_jax.decode.drafters import DRAFTERS, OWN_LAYERS
-from tlt_jax.decode.own_layers import Known, caught_up, standing
+from tlt_jax.decode.own_layers import caught_up, standing
 from tlt_jax.decode.propose import Choice, Context, DraftCache, Proposal, Rules, Sources
 from tlt_jax.decode.sampling import Policy, SamplingParams, likeliest, policy_of, sampling_probs
 from tlt_jax.decode.verify import VERIFIERS, verify_own
 from tlt_jax.models.decode_view import (
     Cache,
     DecodeView,
-    LayerCache,
     cache_shardings,
     decode_layers,
-    embed,
-    emptied,
     empty_cache,
     write_rows,
 )
@@ -130,74 +126,6 @@ def slot_shardings(shape: ModelShape, mesh: Mesh, own: Own = NO_OWN) -> Slots:
             "states_BTE": row if "eagle" in own else None,
             "draft_caches": {name: DraftCache(cache_shardings(s, mesh), row) for name, s in own.items()},  # type: ignore[arg-type]
         }
-    )
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["slot_A", "tokens_AP", "length_A", "limit_A", "key_A2", "ends_AE", "sampling"],
-    meta_fields=[],
-)
-@dataclass(frozen=True)
-class Admission:
-    """Prompts on their way into slots. A row whose slot lies beyond the pool is padding and goes nowhere."""
-
-    slot_A: Any
-    tokens_AP: Any
-    length_A: Any
-    limit_A: Any
-    key_A2: Any
-    ends_AE: Any
-    sampling: SamplingParams
-
-
-def prefill(view: DecodeView, slots: Slots, new: Admission) -> Slots:
-    """Puts the admitted prompts into their slots and fills their cache: one pass, no head."""
-    rows, prompt = new.tokens_AP.shape
-    with jax.named_scope("prefill"):
-        positions_AP = jnp.broadcast_to(jnp.arange(prompt), (rows, prompt))
-        cache = empty_cache(view.shape, rows, prompt, view.embedding.dtype)
-        states_APE, _, cache = run_target(view, cache, embed(view, new.tokens_AP), positions_AP)
-
-    def put(old: jax.Array, fresh: Any) -> jax.Array:
-        return old.at[new.slot_A].set(fresh, mode="drop")
-
-    def put_start(old_BT: jax.Array, fresh_AP: jax.Array) -> jax.Array:
-        return old_BT.at[new.slot_A, :prompt].set(fresh_AP, mode="drop")
-
-    def put_layer(old: LayerCache, fresh: LayerCache) -> LayerCache:
-        return LayerCache(
-            old.key_BKNT.at[new.slot_A, ..., :prompt].set(fresh.key_BKNT, mode="drop"),
-            old.value_BKTN.at[new.slot_A, :, :prompt].set(fresh.value_BKTN, mode="drop"),
-        )
-
-    def put_cache(old: Cache, fresh: Cache) -> Cache:
-        return tuple(map(put_layer, old, fresh))
-
-    known = Known(new.tokens_AP, states_APE)
-    draft_caches = {}
-    for name, old in slots.draft_caches.items():
-        _, layers = OWN_LAYERS[name].feed(view, known, positions_AP, emptied(old.layers, rows, prompt))
-        # The newest token is fed again: what leaves the layers there is what drafting begins with.
-        draft_caches[name] = DraftCache(put_cache(old.layers, layers), put(old.fed_B, new.length_A - 1))
-    return Slots(
-        tokens_BT=put_start(put(slots.tokens_BT, 0), new.tokens_AP),
-        length_B=put(slots.length_B, new.length_A),
-        limit_B=put(slots.limit_B, new.limit_A),
-        done_B=put(slots.done_B, new.length_A >= new.limit_A),
-        ended_B=put(slots.ended_B, False),
-        key_B2=put(slots.key_B2, new.key_A2),
-        ends_BE=put(slots.ends_BE, new.ends_AE),
-        sampling=jax.tree.map(put, slots.sampling, new.sampling),
-        policy_logp_BT=put(slots.policy_logp_BT, 0.0),
-        sampler_logp_BT=put(slots.sampler_logp_BT, 0.0),
-        target_calls_B=put(slots.target_calls_B, 0),
-        drafted_B=put(slots.drafted_B, 0),
-        accepted_B=put(slots.accepted_B, 0),
-        sources=slots.sources,
-        cache=put_cache(slots.cache, cache),
-        states_BTE=None if slots.states_BTE is None else put_start(slots.states_BTE, states_APE),
-        draft_caches=draft_caches,
     )
 
 

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from tlt_jax.decode.propose import Choice, Context, DraftCache, Proposal, Rules, drawn, stacked, unfed
 from tlt_jax.models.decode_view import Cache, DecodeView
 
+AT_ONCE = 16  # tokens of a sequence fed at once to a drafter that catches up
+
 
 class Known(NamedTuple):
     """The sequences so far, and for `eagle` what left the target's exit layer and its last one where it was fed."""
@@ -84,14 +86,14 @@ def standing(cache: DraftCache, length_B: jax.Array) -> DraftCache:
 def caught_up(view: DecodeView, context: Context, done_B: jax.Array, draft_length: int, own: OwnLayers) -> DraftCache:
     """The cache with as many known tokens of each sequence that is not done as `propose` wants, after blocks in which
     somebody else drafted."""
-    most, count = own.most_unfed(draft_length), draft_length + 1
+    most = own.most_unfed(draft_length)
 
     def behind(cache: DraftCache) -> jax.Array:
         return ~done_B & (context.length_B - cache.fed_B > most)
 
     def feed(cache: DraftCache) -> DraftCache:
-        _, layers = own.feed(view, _known(context), _next_places(cache, count), cache.layers)
-        fed = standing(DraftCache(layers, cache.fed_B + count), context.length_B)
+        _, layers = own.feed(view, _known(context), _next_places(cache, AT_ONCE), cache.layers)
+        fed = standing(DraftCache(layers, cache.fed_B + AT_ONCE), context.length_B)
         return fed._replace(fed_B=jnp.where(behind(cache), fed.fed_B, cache.fed_B))
 
     return jax.lax.while_loop(lambda cache: jnp.any(behind(cache)), feed, context.draft_caches[own.name])

@@ -172,5 +172,8 @@ def key_of(entry: dict[str, Any]) -> Key:
 
 def _wide(array: np.ndarray | None, length: int) -> np.ndarray:
     """The array with at least `length` entries, zeros where it had none."""
-    array = np.zeros(0) if array is None else array
-    return np.pad(array, (0, max(length - len(array), 0)))
+    known = 0 if array is None else len(array)
+    wide = np.zeros(max(length, known))
+    if array is not None:
+        wide[:known] = array
+    return wide

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax.data import Tasks
+from tlt_jax.decode.admission import Request
 from tlt_jax.decode.controller import make_controller
-from tlt_jax.decode.engine import Engine, Request
+from tlt_jax.decode.engine import Engine
 from tlt_jax.decode.propose import Rules
 from tlt_jax.decode.rollout import Rollout, rollout_metrics
 from tlt_jax.parallel.hosts import to_host
