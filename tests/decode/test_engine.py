@@ -10,6 +10,7 @@ import pytest
 from support import tiny
 
 from tlt_jax.config import ConfigError
+from tlt_jax.decode import loop
 from tlt_jax.decode.admission import Request
 from tlt_jax.decode.controller import Fixed
 from tlt_jax.decode.engine import Engine
@@ -247,12 +248,40 @@ def test_no_number_of_requests_compiles_anything_new():
     assert e.free == 16
 
 
+def test_a_round_in_which_no_sequence_has_a_draft_is_a_plain_step(monkeypatch):
+    """It gives the tokens that a wide one would have given."""
+    right, drafts_of, seen = loop.draft_and_verify, loop.drafts_of, []
+
+    def watched(view, slots, choice, rules):
+        found = drafts_of(loop.context_of(slots, jnp.zeros((0, 2))), Choice("ngram", G), rules)[1]
+        some = jnp.any((found > 0) & ~slots.done_B)
+        jax.debug.callback(lambda some: seen.append((choice.draft_length > 0, bool(some))), some)
+        return right(view, slots, choice, rules)
+
+    def run():
+        e = engine.__wrapped__("ngram", 2)
+        return e.run(e.view(MODEL, EXIT), requests(1.0))
+
+    monkeypatch.setattr(loop, "draft_and_verify", watched)
+    some_narrow = run()
+    jax.effects_barrier()
+    assert set(seen) == {(False, False), (True, True)}
+    monkeypatch.setattr(loop, "drafts_of", lambda context, *_: (None, jnp.ones_like(context.length_B)))
+    all_wide = run()
+    jax.effects_barrier()
+    assert (True, False) in seen
+    assert tokens_of(some_narrow) == tokens_of(all_wide)
+    for name in ("drafted_B", "accepted_B", "target_calls_B"):
+        np.testing.assert_array_equal(getattr(some_narrow, name), getattr(all_wide, name))
+    np.testing.assert_allclose(some_narrow.policy_logp_BT, all_wide.policy_logp_BT, atol=1e-5)
+
+
 WIDE = ModelShape(
     vocab=256, width=256, layers=6, heads=4, kv_heads=2, head_dim=64, hidden=768, exit_layer=2, exit_rank=8
 )
 
 
-@pytest.mark.parametrize("drafter", ["shallow", "eagle", "draft_model", "off"])
+@pytest.mark.parametrize("drafter", ["shallow", "eagle", "draft_model", "ngram", "off"])
 def test_a_decode_blocks_temporaries_are_a_small_share_of_the_weights(drafter):
     def abstract(build):
         return build(Declare(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32)))

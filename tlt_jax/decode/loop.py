@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tlt_jax.decode.drafters import DRAFTERS, OWN_LAYERS
+from tlt_jax.decode.ngram import drafts_of
 from tlt_jax.decode.own_layers import caught_up, standing
-from tlt_jax.decode.propose import Choice, Context, DraftCache, Proposal, Rules, Sources
+from tlt_jax.decode.propose import OFF, Choice, Context, DraftCache, Proposal, Rules, Sources
 from tlt_jax.decode.sampling import Policy, SamplingParams, likeliest, policy_of, sampling_probs
 from tlt_jax.decode.verify import VERIFIERS, verify_own
 from tlt_jax.models.decode_view import (
@@ -173,13 +174,26 @@ def decode_block(
         wanted = (stats.rounds < patience.least) | (active > patience.until)
         return (active > 0) & wanted & (stats.rounds < patience.most)
 
-    def one(carry):
+    def drafting(carry):
+        slots, _ = carry
+        context = context_of(slots, jnp.zeros((0, *zeros_B.shape)))
+        return jnp.any((drafts_of(context, choice, rules)[1] > 0) & ~slots.done_B)
+
+    def one(carry, choice=choice):
         slots, stats = carry
         slots, found = draft_and_verify(view, slots, choice, rules)
+        if choice is OFF:
+            found = found._replace(offered_G=zeros_BG, kept_G=zeros_BG)
         return slots, jax.tree.map(jnp.add, stats, found)
 
+    def some_narrow_some_wide(carry):
+        carry = jax.lax.while_loop(lambda carry: going(carry) & ~drafting(carry), partial(one, choice=OFF), carry)
+        return jax.lax.while_loop(lambda carry: going(carry) & drafting(carry), one, carry)
+
     nothing = BlockStats(jnp.int32(0), zeros_B, zeros_B, zeros_BG, zeros_BG)
-    slots, stats = jax.lax.while_loop(going, one, (slots, nothing))
+    # A verification without a single draft is a plain step. Two loops, since a branch would copy the caches.
+    body = some_narrow_some_wide if choice.drafter == "ngram" else one
+    slots, stats = jax.lax.while_loop(going, body, (slots, nothing))
     return slots, BlockStats(stats.rounds, *(jnp.sum(each, axis=0) for each in stats[1:]))
 
 
@@ -253,7 +267,8 @@ def _outcome(
 
 
 def round_noise(slots: Slots, draft_length: int, vocab: int, verification: str) -> tuple[jax.Array, jax.Array]:
-    """(the drafter's noise, G first; the verifier's), see `pick`.
+    """(the drafter's noise, G first; the verifier's), see `pick`. That of the token after the drafts is the same for
+    any number of them.
 
     Uniforms, fresh for each block: keyed by the request's seed and the block's start. Keyed by position alone they
     would be seen again after a rejection, and bias what is drawn. Only `coupled` wants that: Gumbel noise keyed by
@@ -270,7 +285,8 @@ def round_noise(slots: Slots, draft_length: int, vocab: int, verification: str) 
         return gumbel_BWV[:, :-1].swapaxes(0, 1), gumbel_BWV
     keys_B = jax.vmap(key_of)(slots.key_B2, slots.length_B)
     uniform_BU = jax.vmap(lambda key: jax.random.uniform(key, (2 * draft_length + 1,)))(keys_B)
-    return uniform_BU[:, :draft_length].T, uniform_BU[:, draft_length:]
+    after_B1, verify_BG, draft_BG = jnp.split(uniform_BU, (1, draft_length + 1), axis=1)
+    return draft_BG.T, jnp.concatenate([verify_BG, after_B1], axis=1)
 
 
 def _emit(slots: Slots, drafted_B: jax.Array, outcome: Outcome) -> tuple[Slots, BlockStats]:

@@ -11,8 +11,14 @@ from tlt_jax.models.decode_view import DecodeView
 
 
 def propose_ngram(view: DecodeView, context: Context, choice: Choice, rules: Rules) -> Proposal:
-    """Copies what followed an earlier occurrence of the sequence's own suffix (prompt-lookup decoding): in the sequence
-    itself, in its siblings, or in earlier sequences of the same prompt.
+    """Copies what followed an earlier occurrence of the sequence's own suffix, `drafts_of`."""
+    drafts_BG, drafted_B = drafts_of(context, choice, rules)
+    return unfed(view, context, drafts_BG, None, drafted_B)
+
+
+def drafts_of(context: Context, choice: Choice, rules: Rules) -> tuple[jax.Array, jax.Array]:
+    """(drafts [B, G], how many of them there are [B]): what followed an earlier occurrence of the sequence's own suffix
+    (prompt-lookup decoding), in the sequence itself, in its siblings, or in earlier sequences of the same prompt.
 
     The longest suffix of `ngram_max` down to `ngram_min` tokens that occurs wins; then the sequence itself before
     earlier ones, these before siblings; then the latest occurrence. Without a match nothing is drafted. A draft stops
@@ -41,7 +47,7 @@ def propose_ngram(view: DecodeView, context: Context, choice: Choice, rules: Rul
     drafts_BG = jnp.take_along_axis(found_BT, jnp.minimum(index_BG, total - 1), axis=1)
     any_B = jnp.any(candidate_BNT, axis=(1, 2))
     drafted_B = jnp.where(any_B, jnp.minimum(end_B - start_B, choice.draft_length), 0)
-    return unfed(view, context, drafts_BG, None, drafted_B)
+    return drafts_BG, drafted_B
 
 
 def _places(context: Context) -> tuple[jax.Array, jax.Array]:
