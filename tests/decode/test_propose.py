@@ -4,15 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import tiny
 
-from tlt_jax.decode.ngram import propose_ngram
+from tlt_jax.decode.ngram import copies_of
 from tlt_jax.decode.propose import Choice, Context, Rules, Sources
 from tlt_jax.decode.sampling import SamplingParams
-from tlt_jax.models.decode_view import decode_view
 
 LENGTH = 14
-VIEW = decode_view(tiny.transformer(), tiny.shallow_exit(), None, None, jnp.float32, 64)
 
 # name: (known tokens, drafts of at most 3 with suffixes of 2 to 4)
 TABLE = {
@@ -50,12 +47,8 @@ def proposals(
         None,
         {},
     )
-    proposal = jax.jit(propose_ngram, static_argnums=(2, 3))(VIEW, context, Choice("ngram", length), rules)
-    assert proposal.q_BGV is None
-    return [
-        drafts[:count].tolist()
-        for drafts, count in zip(np.asarray(proposal.drafts_BG), np.asarray(proposal.drafted_B), strict=True)
-    ]
+    copies = jax.jit(copies_of, static_argnums=(1, 2))(context, Choice("ngram", length), rules)
+    return [drafts[:count].tolist() for drafts, count in zip(*map(np.asarray, copies), strict=True)]
 
 
 @pytest.mark.parametrize("rubbish", [0, 1, 2])

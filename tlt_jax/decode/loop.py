@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tlt_jax.decode.drafters import DRAFTERS, OWN_LAYERS
-from tlt_jax.decode.ngram import drafts_of
+from tlt_jax.decode.ngram import copies_of
 from tlt_jax.decode.own_layers import caught_up, standing
-from tlt_jax.decode.propose import OFF, Choice, Context, DraftCache, Proposal, Rules, Sources
+from tlt_jax.decode.propose import OFF, Choice, Context, Copies, DraftCache, Proposal, Rules, Sources
 from tlt_jax.decode.sampling import Policy, SamplingParams, likeliest, policy_of, sampling_probs
 from tlt_jax.decode.verify import VERIFIERS, verify_own
 from tlt_jax.models.decode_view import (
@@ -162,45 +162,53 @@ def decode_block(
 ) -> tuple[Slots, BlockStats]:
     """Rounds of draft and verify until the host's patience ends, or all are done. Nothing from the host inside."""
     if choice.drafter in OWN_LAYERS:
-        context = context_of(slots, jnp.zeros((0, *slots.length_B.shape)))
-        cache = caught_up(view, context, slots.done_B, choice.draft_length, OWN_LAYERS[choice.drafter])
+        cache = caught_up(view, context_of(slots), slots.done_B, choice.draft_length, OWN_LAYERS[choice.drafter])
         slots = replace(slots, draft_caches={**slots.draft_caches, choice.drafter: cache})
     zeros_B = jnp.zeros_like(slots.length_B)
     zeros_BG = jnp.zeros((*zeros_B.shape, choice.draft_length), jnp.int32)
 
     def going(carry):
-        slots, stats = carry
+        slots, stats, _ = carry
         active = jnp.sum(~slots.done_B)
         wanted = (stats.rounds < patience.least) | (active > patience.until)
         return (active > 0) & wanted & (stats.rounds < patience.most)
 
-    def drafting(carry):
-        slots, _ = carry
-        context = context_of(slots, jnp.zeros((0, *zeros_B.shape)))
-        return jnp.any((drafts_of(context, choice, rules)[1] > 0) & ~slots.done_B)
+    def copies(slots):
+        return copies_of(context_of(slots), choice, rules) if choice.drafter == "ngram" else None
 
     def one(carry, choice=choice):
-        slots, stats = carry
-        slots, found = draft_and_verify(view, slots, choice, rules)
+        slots, stats, found = carry
+        slots, done = draft_and_verify(view, slots, choice, rules, found)
         if choice is OFF:
-            found = found._replace(offered_G=zeros_BG, kept_G=zeros_BG)
-        return slots, jax.tree.map(jnp.add, stats, found)
+            done = done._replace(offered_G=zeros_BG, kept_G=zeros_BG)
+        return slots, jax.tree.map(jnp.add, stats, done), copies(slots)
 
     def some_narrow_some_wide(carry):
-        carry = jax.lax.while_loop(lambda carry: going(carry) & ~drafting(carry), partial(one, choice=OFF), carry)
-        return jax.lax.while_loop(lambda carry: going(carry) & drafting(carry), one, carry)
+        carry = jax.lax.while_loop(lambda carry: going(carry) & ~has_drafts(carry), partial(one, choice=OFF), carry)
+        return jax.lax.while_loop(lambda carry: going(carry) & has_drafts(carry), one, carry)
+
+    def has_drafts(carry):
+        slots, _, found = carry
+        return some_drafts(slots, found)
 
     nothing = BlockStats(jnp.int32(0), zeros_B, zeros_B, zeros_BG, zeros_BG)
     # A verification without a single draft is a plain step. Two loops, since a branch would copy the caches.
     body = some_narrow_some_wide if choice.drafter == "ngram" else one
-    slots, stats = jax.lax.while_loop(going, body, (slots, nothing))
+    slots, stats, _ = jax.lax.while_loop(going, body, (slots, nothing, copies(slots)))
     return slots, BlockStats(stats.rounds, *(jnp.sum(each, axis=0) for each in stats[1:]))
 
 
-def context_of(slots: Slots, noise_GB: jax.Array) -> Context:
+def some_drafts(slots: Slots, copies: Copies) -> jax.Array:
+    """Whether there is a draft for a sequence that is not done."""
+    return jnp.any((copies.count_B > 0) & ~slots.done_B)
+
+
+def context_of(slots: Slots, noise_GB: jax.Array | None = None, copies: Copies | None = None) -> Context:
     """What a drafter sees of the slots."""
     names = ("tokens_BT", "length_B", "sampling", "cache", "sources", "states_BTE", "draft_caches")
-    return Context(noise_GB=noise_GB, **{name: getattr(slots, name) for name in names})
+    if noise_GB is None:
+        noise_GB = jnp.zeros((0, *slots.length_B.shape))
+    return Context(noise_GB=noise_GB, copies=copies, **{name: getattr(slots, name) for name in names})
 
 
 def run_target(
@@ -215,12 +223,15 @@ def run_target(
     return both_states(x_exit_BWD, x_BWD), x_BWD, (*cache[:depth], *early, *late)
 
 
-def draft_and_verify(view: DecodeView, slots: Slots, choice: Choice, rules: Rules) -> tuple[Slots, BlockStats]:
-    """One round: propose, verify in one pass of the target, keep what stands and one token more."""
+def draft_and_verify(
+    view: DecodeView, slots: Slots, choice: Choice, rules: Rules, copies: Copies | None = None
+) -> tuple[Slots, BlockStats]:
+    """One round: propose, verify in one pass of the target, keep what stands and one token more. `copies`: what `ngram`
+    has found."""
     length = choice.draft_length
     with jax.named_scope("draft"):
         draft_noise_GB, verify_noise_BW = round_noise(slots, length, view.shape.vocab, rules.verification)
-        proposal = DRAFTERS[choice.drafter](view, context_of(slots, draft_noise_GB), choice, rules)
+        proposal = DRAFTERS[choice.drafter](view, context_of(slots, draft_noise_GB, copies), choice, rules)
     with jax.named_scope("verify"):
         positions_BW = slots.length_B[:, None] - 1 + jnp.arange(length + 1)
         states_BWE, x_BWD, cache = run_target(view, proposal.cache, proposal.states_BWD, positions_BW, proposal.depth)

@@ -62,10 +62,17 @@ class DraftCache(NamedTuple):
     fed_B: jax.Array
 
 
+class Copies(NamedTuple):
+    """For `ngram`: what it copies, and of how many tokens that is."""
+
+    drafts_BG: jax.Array
+    count_B: jax.Array
+
+
 class Context(NamedTuple):
     """What a drafter sees of the slots: tokens so far, their number, how they are sampled, the cache, its noise (see
     `pick`; G first); for `eagle`, what left the target's exit layer and its last one where it was fed; the caches of
-    drafters with layers of their own."""
+    drafters with layers of their own; for `ngram`, what it has found."""
 
     tokens_BT: jax.Array
     length_B: jax.Array
@@ -75,6 +82,7 @@ class Context(NamedTuple):
     sources: Sources
     states_BTE: jax.Array | None
     draft_caches: dict[str, DraftCache]
+    copies: Copies | None = None
 
 
 class Proposal(NamedTuple):
